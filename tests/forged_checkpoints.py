@@ -39,8 +39,6 @@ def manifest(step: int, files: Any, *, kind: str = VERIFIED, tick: int | None = 
         kind=kind,
         step=step,
         tick=step if tick is None else tick,
-        position=4 * step,
-        world=1,
         samples=4,
         each=4,
         made_by="a test",

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import struct
 import sys
 import time
 import zlib
@@ -29,7 +28,7 @@ WRITINGS = "writings"  # beside the run directory: the steps at which checkpoint
 SAVING = "checkpoints/.new.resilient-tmp"  # what is there while a checkpoint is being written
 
 _CLOSELY_S = 0.0003
-_RECORD, _SLOT = struct.Struct("<6q"), 64
+_SLOT = 128
 
 
 # ----------------------------------------------------------------------------------------------------------- looking on
@@ -46,15 +45,14 @@ class Stand(NamedTuple):
 
 def stand(run_dir: Path) -> Stand:
     """Where a run stands, as far as it has got to say so."""
-    try:
-        content = (run_dir / "progress").read_bytes()
-    except OSError:
-        return Stand()
     found = Stand()
-    for slot in (content[:_SLOT], content[_SLOT:]):
-        record = slot[: _RECORD.size]
-        if len(slot) == _SLOT and zlib.crc32(record) == int.from_bytes(slot[_RECORD.size : _RECORD.size + 4], "little"):
-            found = max(found, Stand(*_RECORD.unpack(record)))
+    with contextlib.suppress(OSError):
+        content = (run_dir / "progress").read_bytes()
+        for slot in (content[:_SLOT], content[_SLOT:]):
+            body, _, crc = slot.rstrip().rpartition(b', "crc": "')
+            if crc and zlib.crc32(body) == int(crc[:8], 16):
+                node = json.loads(body + b"}")
+                found = max(found, Stand(node["n"], *node["position"]))
     return found
 
 
@@ -75,12 +73,12 @@ def checkpoints(run_dir: Path) -> dict[int, bool]:
 
 
 def kinds(run_dir: Path) -> dict[int, str]:
-    """Of its checkpoints, by step."""
+    """Of its checkpoints, by step: demoted by their names, and else as their manifests say."""
     found = {}
     for file in run_dir.glob("checkpoints/step-*/manifest.json"):
         with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
             one = json.loads(file.read_text())
-            found[one["step"]] = one["kind"]
+            found[one["step"]] = "demoted" if file.parent.name.endswith(".demoted") else one["kind"]
     return found
 
 
@@ -168,26 +166,25 @@ def command(*arguments: str) -> None:
 def _note_writings() -> None:
     """Let a run write down at which steps it offers a checkpoint to its writer, and hears that it is written."""
     from resilient_train.durable.keeper import CheckpointKeeper
-    from resilient_train.durable.writer import Writer
 
-    offer, heard, offered = Writer.offer, CheckpointKeeper._note_outcome, set[Any]()
+    offer, heard, offered = CheckpointKeeper._offer, CheckpointKeeper._note_outcome, set[Any]()
 
-    def note(writer: Any, what: str) -> None:
-        run_dir = writer._store.path.parent
+    def note(keeper: Any, what: str) -> None:
+        run_dir = keeper._store.path.parent
         with open(run_dir.with_name(f"{run_dir.name}.{WRITINGS}"), "ab", buffering=0) as file:
             file.write(f"{os.getpid()} {what} {stand(run_dir).step}\n".encode())
 
-    def noting_offer(writer: Any, job: Any) -> None:
-        note(writer, f"offered {job.step}")
+    def noting_offer(keeper: Any, job: Any) -> None:
+        note(keeper, f"offered {job.step}")
         offered.add(job)
-        offer(writer, job)
+        offer(keeper, job)
 
     def noting_heard(keeper: Any, job: Any) -> None:
         heard(keeper, job)
         if job in offered:
-            note(keeper._writer, f"heard {job.step}")
+            note(keeper, f"heard {job.step}")
 
-    Writer.offer, CheckpointKeeper._note_outcome = noting_offer, noting_heard  # type: ignore[assignment,method-assign]
+    CheckpointKeeper._offer, CheckpointKeeper._note_outcome = noting_offer, noting_heard  # type: ignore[assignment,method-assign]
 
 
 # ------------------------------------------------------------------------------------------------------------- striking

@@ -42,9 +42,8 @@ def _list(run_dir: Path) -> int:
             verify(entry.path)
         except Damaged as why:
             damage = str(why)
-        if entry.path.exists() or entry.path.is_symlink():  # else a running process has removed it meanwhile
-            kind = "damaged" if damage or entry.manifest is None else entry.manifest.kind
-            found.append((entry, kind, damage))
+        if entry.path.exists():  # else a running process has removed it meanwhile
+            found.append((entry, "damaged" if damage else entry.kind, damage))
     resume, kind = next(((one.path.name, kind) for one, kind, _ in found if kind in (VERIFIED, CANDIDATE)), (None, ""))
     are_demoted = bool(found) and all(kind == DEMOTED for _, kind, _ in found)
     is_stuck = resume is None and not are_demoted and (bool(found) or history_of(run_dir).has_saved)
@@ -62,7 +61,7 @@ def _list(run_dir: Path) -> int:
 def _line(entry: Entry, kind: str, damage: str) -> str:
     if (manifest := entry.manifest) is None:
         return f"{entry.path.name}  {kind}  {damage}"
-    size = sum(one.size for one in manifest.files.values()) / 1e6
+    size = sum(one["bytes"] for one in manifest.files.values()) / 1e6
     return f"{entry.path.name}  {kind}  step {manifest.step:,}  {size:,.2f} MB  {damage}"
 
 

@@ -17,7 +17,7 @@ from resilient_train.command.build import Run, assemble, train
 from resilient_train.command.config.compose import FIXED, Composed, other_run
 from resilient_train.command.terminal import Terminal
 from resilient_train.data.trees import state_sha256, weights_sha256
-from resilient_train.durable import endings, progress
+from resilient_train.durable import endings
 from resilient_train.durable.endings import CONFIG, SUMMARY, RunFacts, Summary, read_ending, status_of
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.durable.journal import JOURNAL
@@ -38,12 +38,12 @@ from resilient_train.ground.errors import (
     TrainError,
     in_one_line,
 )
-from resilient_train.ground.files import commit_text, is_left_over, read_plain, siblings, sweep, sync_directory
+from resilient_train.ground.files import commit_text, is_left_over, siblings, sweep, sync_directory
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.types import Action, Anomaly, Decision, Signal, by_signal, fact
 from resilient_train.ground.wording import IN_FILE_ONLY, counted, log, say
 from resilient_train.loop.reporter import Place, finish_uploads, note_error, print_review, write_summary
-from resilient_train.processes.process_exit import StopRequests, has_lost_sibling
+from resilient_train.processes.process_exit import StopRequests
 from resilient_train.processes.watchdog import Hang, Phase, Watchdog
 from resilient_train.processes.world import World, is_lost_peer
 from resilient_train.report import tracker as tracking
@@ -198,7 +198,7 @@ def _was_launched_by_this(run_dir: Path) -> bool:
     if restarts == ["0", "0"]:
         return False
     try:
-        return read_plain(run_dir / endings.LAUNCH).decode(errors="replace").strip() == _launch()
+        return (run_dir / endings.LAUNCH).read_text(errors="replace").strip() == _launch()
     except OSError:
         return False
 
@@ -284,16 +284,13 @@ class _Session:
         log.info("%s", hang.stacks, extra=IN_FILE_ONLY)
         code = 1
         if not hang.stop_asked:
-            mine = progress.Hung(world.rank, evidence, is_theirs)
-            if world.size > 1 and world.is_main:
-                noted = progress.gather_hung(directory.path, mine, world.size, _FOR_OTHERS_S)
-                if (found := progress.who_hung(noted, world.size)) != evidence:
-                    log.error("%s", say(found, "; "))
-                evidence = found
-            elif world.size > 1:
-                with suppress(OSError):  # this host may not have the directory
-                    progress.leave(directory.path, mine)
-                time.sleep(_FOR_OTHERS_S)  # rank 0 would only see that this process ended
+            if is_theirs and not world.is_main:
+                endings.note_failure(directory.path, world.rank, say(evidence), in_training=False)
+            if world.size > 1:
+                time.sleep(_FOR_OTHERS_S)  # rank 0 reads what others noted before it sees that they ended
+            if world.is_main and not is_theirs and (noted := endings.failure(directory.path)):
+                log.error("%s", noted)
+                evidence = fact("text", text=noted)
             if run is not None:
                 run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
             else:  # it hangs before it has resumed: the file `progress` still is the previous process's
@@ -382,7 +379,7 @@ class _Session:
         failure = endings.failure(self.directory.path)
         if isinstance(error, Stopped):  # by a launcher since another failed, or by a person or a scheduler
             has_agreed = self.run is not None and self.run.guard.stopped
-            has_failed = not has_agreed and bool(failure or has_lost_sibling())
+            has_failed = not has_agreed and bool(failure)
         else:
             has_failed = error is not None and is_lost_peer(error)
         return failure if has_failed and self.world.size > 1 else None

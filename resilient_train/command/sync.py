@@ -15,7 +15,6 @@ from resilient_train.command import no_run, parser_of
 from resilient_train.durable.endings import at_work, is_run
 from resilient_train.durable.journal import ENDED, OUTBOX
 from resilient_train.ground.errors import TrainError
-from resilient_train.ground.files import read_plain
 from resilient_train.ground.secrets import masked
 from resilient_train.report.connection import UploadCursor, database_of, lacking, locate, root_cause
 from resilient_train.report.tracker import EXPERIMENT
@@ -72,7 +71,9 @@ def main(words: list[str]) -> int:
 
 def _is_over(run_dir: Path) -> bool:
     """Say whether the run has noted its end in the outbox, or is at work no more."""
-    return _END in read_plain(run_dir / OUTBOX, last=100) or at_work(run_dir) is None
+    with (run_dir / OUTBOX).open("rb") as file:
+        file.seek(max(0, (run_dir / OUTBOX).stat().st_size - 100))
+        return _END in file.read() or at_work(run_dir) is None
 
 
 def _address(run_dir: Path, given: str | None, cursor: UploadCursor) -> str:

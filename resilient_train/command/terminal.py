@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from resilient_train.ground.files import open_to_append
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.wording import log, printable
 
@@ -100,9 +99,6 @@ class _ToTerminal(logging.Handler):
 
 class _ToFile(logging.FileHandler):
     """Ignores a full disk, which is reported elsewhere: logging would print a traceback for every line."""
-
-    def _open(self) -> Any:
-        return open(open_to_append(Path(self.baseFilename)), "a", encoding=self.encoding, errors=self.errors)
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass

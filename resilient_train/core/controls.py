@@ -59,7 +59,6 @@ class Controls(RunControl):
         self.apply_each(actions)
         treated = self.incident
         if treated.rewound_to is not None:
-            self._store.rewound(treated.rewound_to)
             checks.rewound(treated.rewound_to, incident.anomaly.since, self.knobs.lr)
         elif incident.reached_weights and not is_mildly_treated:
             checks.episode.stayed(clock.step, self.knobs.lr)

@@ -14,7 +14,7 @@ from typing import Any
 
 from resilient_train.durable.journal import commit_json
 from resilient_train.durable.lock import holder_of
-from resilient_train.durable.progress import PROGRESS, Failed, clear, found, leave
+from resilient_train.durable.progress import PROGRESS
 from resilient_train.ground import files
 from resilient_train.ground.errors import GaveUp, Stopped, TrainError, short_message
 from resilient_train.ground.files import read_json, read_yaml
@@ -22,6 +22,7 @@ from resilient_train.ground.types import Incident, Outcome
 
 CONFIG, LOOP = "config.yaml", "loop.json"  # of a run of the command, and of a loop that the caller wrote
 SUMMARY, REFUSED = "summary.json", "refused.json"
+_FAILED = "failed.rank{}"
 CHECKPOINTS = "checkpoints"
 LAUNCH = ".launch"  # names what may restart the newest process of a run
 
@@ -94,10 +95,10 @@ class Summary:
 
 def begin(run_dir: Path, *, is_finished: bool) -> None:
     """Remove what earlier processes wrote about their end. A finished run keeps its summary: nothing begins there."""
-    clear(run_dir, Failed)
-    for name in [REFUSED] if is_finished else [REFUSED, SUMMARY]:
-        with suppress(OSError):
-            files.disk.unlink(run_dir / name)
+    old = [run_dir / REFUSED, *run_dir.glob(_FAILED.format("*"))] + [run_dir / SUMMARY] * (not is_finished)
+    for path in old:
+        with suppress(OSError):  # of several ranks that share a directory one does it
+            files.disk.unlink(path)
 
 
 def note_refusal(run_dir: Path, exit_code: int, why: str) -> None:
@@ -108,16 +109,23 @@ def note_refusal(run_dir: Path, exit_code: int, why: str) -> None:
 
 
 def note_failure(run_dir: Path, rank: int, why: str, *, in_training: bool) -> None:
-    """Note the error of a rank other than 0. Without, the end of its process counts as a kill by its samples."""
+    """Note the error of a rank other than 0, which sees only a closed connection, or where that rank hangs.
+
+    One `in_training` explains why the process ended; without it, that counts as a kill by its samples.
+    """
     if is_run(run_dir):
         with suppress(OSError):
-            leave(run_dir, Failed(rank, why, in_training))
+            commit_json(run_dir / _FAILED.format(rank), {"rank": rank, "why": why, "in_training": in_training})
 
 
 def failure(run_dir: Path | None, *, in_training: bool = False) -> str:
     """Return the error of the first rank other than 0 that noted one, in one line; empty if none did."""
-    noted = [one for one in found(run_dir, Failed) if one.in_training or not in_training]
-    return f"rank {noted[0].rank}: {' '.join(noted[0].why.split())}" if noted else ""
+    noted = []
+    for path in run_dir.glob(_FAILED.format("*")) if run_dir is not None else ():
+        match read_json(path):
+            case {"rank": int(rank), "why": str(why), "in_training": bool(explains)} if explains or not in_training:
+                noted.append((rank, " ".join(why.split())))
+    return "rank {}: {}".format(*min(noted)) if noted else ""
 
 
 def read_ending(run_dir: Path, name: str) -> dict[str, Any] | None:

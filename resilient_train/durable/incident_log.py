@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from resilient_train.durable.journal import JOURNAL, Journal, WriteAttempts
 from resilient_train.durable.run_history import AGAIN, CLOSED, OPENED, TREATED, RunHistory, in_words
-from resilient_train.ground.files import commit_text, open_to_append, read_plain
+from resilient_train.ground.files import commit_text
 from resilient_train.ground.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, kind_of
 from resilient_train.ground.wording import describe, log
 
@@ -37,18 +36,11 @@ class IncidentLog:
         self.ongoing: set[int] = set()  # incidents that healthy updates do not close
         self._observed = 0  # the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
-        for why in self.run_history.unreadable:
-            log.warning("%s", why)
         # The process ended before it did what was decided.
         undone = [one for one in self.open_incidents if self.run_history.chapters[one.id].treated_ms is None]
         self.run_history.adopt(replace(one, decision=replace(one.decision, actions=())) for one in undone)
         self._attempts = WriteAttempts(self._file, "it will be rewritten from the journal later")
-        there: bytes | None = None
-        with suppress(OSError):
-            there = None if self._file is None else read_plain(self._file)
-        # As it is, somebody may follow it, or it has what this version cannot read.
-        if there != self._lines().encode() and not self.run_history.unreadable:
-            self._write_lines()
+        self._write_lines()
 
     @property
     def incidents(self) -> list[Incident]:
@@ -242,15 +234,16 @@ class IncidentLog:
             self._journal.close()
 
     def _lines(self) -> str:
-        return "".join(map(_line, self.run_history.closed.values()))
+        over = [one for one in self.run_history.chapters.values() if one.closed_ms is not None]
+        return "".join(_line(one.incident) for one in sorted(over, key=lambda one: one.closed_ms or 0))
 
     def _write_lines(self, new: str = "") -> None:
-        """Append a line to incidents.jsonl. Without one, or if the file lacks earlier ones, rewrite it."""
+        """Append a line to incidents.jsonl. Without one, at a start, or if the file lacks earlier ones, rewrite it."""
         if self._file is None:
             return
         with self._attempts.attempt():
             if new and not self._attempts.has_failed:
-                with open(open_to_append(self._file), "a", encoding="utf-8") as file:
+                with open(self._file, "a", encoding="utf-8") as file:
                     file.write(new)
             else:
                 commit_text(self._file, self._lines())

@@ -20,14 +20,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from resilient_train.ground import files
 from resilient_train.ground.errors import TrainError
-from resilient_train.ground.files import MOST_BYTES, commit_text, read_plain, sync_directory, write_all
+from resilient_train.ground.files import commit_text, sync_directory, write_all
 from resilient_train.ground.secrets import masked_tree
 from resilient_train.ground.wording import counted, log
 
@@ -72,12 +71,9 @@ class Journal:
         except OSError as error:
             why = f"cannot be read ({error.strerror}): make it readable, or move it away to forget it"
             raise TrainError(f"{path} {why if error.strerror else error}") from error
-        if not size and path.exists() and path.with_name("progress").exists():  # it is empty only until a run trains
-            log.warning("%s is empty: its entries are lost, and with them the incidents of the run", path)
-        found = [(entry, end) for entry, end in lines if entry is not None]
-        last, self._end = found[-1] if found else ({"n": 0}, 0)
-        self._lines = [seal(json.dumps(entry)) for entry, _ in found]  # all, in case the file is emptied
-        self._number: int = last["n"]
+        self.entries = [entry for entry, _ in lines if entry is not None]
+        self._number: int = self.entries[-1]["n"] if self.entries else 0
+        self._end = max((end for entry, end in lines if entry is not None), default=0)
         self.waiting: list[bytes] = []  # lines that the disk did not take yet
         self._attempts = WriteAttempts(path, "entries are kept in memory and tried again, but a kill would lose them")
         self._lock = threading.Lock()  # a watchdog may write as well
@@ -86,21 +82,16 @@ class Journal:
         if damaged := sum(entry is None and end < self._end for entry, end in lines):
             log.warning("%s: damaged and left out: %s", path, counted(damaged, "line"))
         if tail := size - self._end:
-            log.warning("%s: cut off the last %d bytes, which are not a complete entry", path, tail)
-            with suppress(OSError):  # the next write cuts as well
-                self._append()
-
-    @property
-    def entries(self) -> list[Entry]:
-        return [entry for line in self._lines if (entry := unseal(line[:-1])) is not None]
+            log.warning("%s: the next entry replaces the last %d bytes, which are no complete entry", path, tail)
 
     def write(self, kind: str, /, **fields: Any) -> None:
         """Add an entry. It is on disk when this returns; if the disk does not take it, later writes try again."""
         with self._lock:
             self._number += 1
             head = {"n": self._number, "at": time.time_ns() // 1_000_000, "kind": kind, "format": _FORMAT}
-            self._lines.append(seal(json.dumps({**head, **masked_tree(plain(fields))})))
-            self.waiting.append(self._lines[-1])
+            entry = {**head, **masked_tree(plain(fields))}
+            self.entries.append(entry)
+            self.waiting.append(seal(json.dumps(entry)))
             self._flush()
 
     def close(self) -> None:
@@ -112,18 +103,12 @@ class Journal:
 
     def _flush(self) -> None:
         with self._attempts.attempt():
-            self._end = self._append()
+            is_new = not self.path.exists()
+            self._end = append_lines(self.path, self.waiting, self._end)
+            if is_new:
+                with suppress(OSError):  # some file systems cannot: the entry itself is synced
+                    sync_directory(self.path.parent)
             self.waiting.clear()
-
-    def _append(self) -> int:
-        start, lines = self._end, self.waiting
-        if size_of(self.path) < start:  # it was emptied or removed: writing at the old offset would leave a hole
-            start, lines = 0, self._lines
-        end = append_lines(self.path, lines, start)
-        if start == 0:
-            with suppress(OSError):  # some file systems cannot: the entry itself is synced
-                sync_directory(self.path.parent)
-        return end
 
 
 def size_of(path: Path) -> int:
@@ -137,8 +122,9 @@ def append_lines(path: Path, lines: Iterable[bytes], start: int, *, sync: bool =
     """
     file = files.disk.open(path)
     try:
-        if os.fstat(file).st_size > start:
+        if (size := os.fstat(file).st_size) > start:
             files.disk.truncate(file, start)
+        start = start if size >= start else 0  # it was emptied meanwhile
         end = start + write_all(file, b"".join(lines), start)
         if sync:
             files.disk.sync(file)
@@ -152,11 +138,6 @@ def read(path: Path) -> list[Entry]:
     return [entry for entry, _ in entries(path) if entry is not None]
 
 
-def damaged_lines(path: Path) -> int:
-    """Count the lines of a journal that cannot be read, without the last one if it is being written."""
-    return sum(entry is None for entry, _ in entries(path))
-
-
 def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
     """Yield the entries after byte `start`, each with where it ends; None for a damaged line."""
     if not path.exists():
@@ -164,7 +145,7 @@ def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
     with open(path, "rb") as file:
         end = start if 0 <= start <= os.fstat(file.fileno()).st_size else 0
         file.seek(end)
-        for line in iter(partial(file.readline, MOST_BYTES), b""):
+        for line in file:
             if not line.endswith(b"\n"):  # it is being written, or was when a kill came
                 return
             end += len(line)
@@ -217,13 +198,12 @@ def unseal(line: bytes) -> Entry | None:
 OUTBOX = "outbox.jsonl"  # its name in a run directory
 BEGAN, METRICS, ENDED = "began", "metrics", "ended"
 
-MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
 WRITE_EVERY_S, TRY_AGAIN_S = 0.25, 2.0
 _TAIL_BYTES = 2**20  # more than any entry has
 
 
 class Outbox:
-    """Takes entries in a microsecond, and writes them in a thread a few times a second.
+    """Takes entries without a wait, and writes them in a thread a few times a second.
 
     The calling thread would wait for the disk while a checkpoint is synced, or for the interpreter if each entry woke
     a thread.
@@ -232,9 +212,7 @@ class Outbox:
     def __init__(self, path: Path, also: Callable[[], None] = lambda: None) -> None:
         """Write to `path`; `also` is called each time, in the same thread."""
         self.path, self._also = path, also
-        self.dropped = 0
-        self._waiting: deque[Entry] = deque()
-        self._lines: list[bytes] = []  # entries that are sealed and not on disk yet
+        self._waiting: deque[bytes] = deque()  # lines that are not on disk yet
         self._closing = threading.Event()
         self._end = -1  # where the next line goes; unknown before the file is read
         self._attempts = WriteAttempts(path, "what MLflow is to show is kept in memory, and a kill would lose it")
@@ -243,16 +221,14 @@ class Outbox:
 
     def put(self, kind: str, /, **fields: Any) -> None:
         """Add an entry. It never waits and never raises."""
-        if len(self._waiting) + len(self._lines) < MOST_WAITING:
-            self._waiting.append({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
-        else:
-            self.dropped += 1
+        entry = {"at": time.time_ns() // 1_000_000, "kind": kind, **fields}
+        self._waiting.append(seal(json.dumps(plain(entry))))
 
     def close(self, within_s: float = 10.0) -> bool:
         """Write the rest in at most `within_s`; say whether everything is on disk."""
         self._closing.set()
         self._thread.join(within_s)
-        is_whole = not (self._thread.is_alive() or self._waiting or self._lines or self.dropped)
+        is_whole = not (self._thread.is_alive() or self._waiting)
         if not is_whole:
             log.warning("%s is not complete: the disk did not take all of it", self.path)
         return is_whole
@@ -263,18 +239,19 @@ class Outbox:
         is_last = False
         while not is_last:
             is_last = self._closing.wait(TRY_AGAIN_S if self._attempts.has_failed else WRITE_EVERY_S)
-            if self._waiting or self._lines:
+            if self._waiting:
                 with self._attempts.attempt():
                     self._write(is_last)
             if not self._closing.is_set():
                 self._also()
 
     def _write(self, is_last: bool) -> None:
-        if self._end < 0 or size_of(self.path) < self._end:  # not read yet, or it was removed
-            tail = read_plain(self.path, last=_TAIL_BYTES) if self.path.exists() else b""
-            self._end = size_of(self.path) - len(tail) + tail.rfind(b"\n") + 1
-        # One by one: the training thread may add to them meanwhile. Each is sealed once, however full the disk is.
-        for _ in range(len(self._waiting)):
-            self._lines.append(seal(json.dumps(plain(self._waiting.popleft()))))
-        self._end = append_lines(self.path, self._lines, self._end, sync=is_last)  # before, whoever uploads them syncs
-        self._lines.clear()
+        if self._end < 0:  # not read yet
+            with open(self.path, "a+b") as file:
+                file.seek(max(0, size_of(self.path) - _TAIL_BYTES))
+                start, tail = file.tell(), file.read()
+            self._end = start + tail.rfind(b"\n") + 1
+        lines = [*self._waiting]
+        self._end = append_lines(self.path, lines, self._end, sync=is_last)  # before, whoever uploads them syncs
+        for _ in lines:  # the training thread may have added to them meanwhile
+            self._waiting.popleft()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,10 @@ from resilient_train import __version__
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.tree import put_together, taken_apart
 from resilient_train.data.run_parts import RunParts
-from resilient_train.data.trees import sha256
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.durable.progress import Progress
-from resilient_train.durable.resume import Resume, ResumePlan, Resumption, explain_mismatch, incidents_of_damage
-from resilient_train.durable.store import CANDIDATE, VERIFIED, Damaged, Entry, Manifest, Store
+from resilient_train.durable.resume import Resume, ResumePlan, Resumption, incidents_of_damage
+from resilient_train.durable.store import CANDIDATE, VERIFIED, Entry, Manifest, Store
 from resilient_train.durable.tree_files import SerializedTree, gathered
 from resilient_train.durable.writer import Job, Writer
 from resilient_train.extensions import best_weights as weights
@@ -46,28 +42,21 @@ class CheckpointKeeper:
         self._is_sharded = parts.state.is_sharded  # all ranks gather what a checkpoint holds, at the same update
         common = parts.world.on_main(lambda: directory) if self._is_sharded else directory
         self._writes, self._store = common is not None, Store(common or Path(os.devnull))
-        self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every, reference=self._reference)
+        self._writer = Writer()
         self.resumption = Resumption(parts, history, self.progress, self._store, directory, how)
         self.previous_samples_per_update = 0  # as in ResumePlan
-        # The steps of checkpoints that can be trusted, the newest last: of each the step itself, or an earlier one that
-        # the run was rewound to since. If they are sharded, all ranks have the same.
-        self._trusted: list[int] = []
-        self._highest_saved = 0  # the highest step that was written, rewound or not
+        # Ticks and steps of the verified checkpoints, the newest last. If they are sharded, all ranks have the same.
+        self._saved: list[tuple[int, int]] = []
+        self._is_urgent = False  # there is none, and there were some
         self.is_verified = True  # the state that the run was resumed from
-        self._has_verified = True  # that state, or one that this process has written since
         self._is_failing = False
-        self._has_read_back = False  # a checkpoint of this process, in full
-        self._saving_incident: int | None = None  # number of the newest one about checkpoints that cannot be saved
+        self._saving_incident = 0  # number of the newest one about checkpoints that cannot be saved
         if self._commits and history.began_with is None:
             history.note("began", processes=parts.world.size, samples=parts.samples.slicing.samples)
 
     @property
     def began(self) -> int:
         return self.progress.first or 0
-
-    def _reference(self) -> int | None:
-        reference = self._parts.checks.episode.reference
-        return reference.step if reference is not None else None
 
     def check(self) -> None:
         """Raise ConfigError on all ranks, each of which calls this, if something could never be saved."""
@@ -89,7 +78,8 @@ class CheckpointKeeper:
     @property
     def saving_since(self) -> float | None:
         """When the checkpoint that is being written was begun, on the monotonic clock."""
-        return self._writer.began
+        writing = self._writer.writing
+        return writing.began if writing is not None else None
 
     def verified(self) -> None:
         """After each healthy update, write the newest verified state if a checkpoint is due. All ranks of a sharded run
@@ -99,47 +89,39 @@ class CheckpointKeeper:
         self._read_outcomes()
         if not self._writes or (snapshot := ring.newest_verified()) is None:
             return
-        # At once if all were demoted, or the run was resumed from a candidate: the run has to have a verified one.
-        is_safe = self._trusted and self._has_verified
-        every = self._config.every if is_safe or not self._highest_saved else 1
-        is_due = self._config.every and snapshot.step - self._last_saved >= every
+        # In ticks, which no rewind takes back. At once if all were demoted, or the run was resumed from a candidate.
+        every = 1 if self._is_urgent else self._config.every
+        is_due = self._config.every and _tick(snapshot) - self._last[0] >= every
         if self._is_sharded and is_due:
             if self._parts.world.on_main(lambda: writer.is_free):
                 # Even if that fails: the ranks would try again at different times.
-                self._note_saved(snapshot.step, snapshot.step)
-                self._offer(snapshot)
+                self._note_saved(snapshot)
+                self._offer(self._job(snapshot))
         elif not self._commits or not writer.is_free:
             return
         elif self._best is not None and self._best.is_ripe(snapshot.step):
-            writer.offer(Job(snapshot.step, self._best.write))
+            self._offer(Job(snapshot.step, self._best.write))
         elif is_due:
-            self._offer(snapshot)
+            self._offer(self._job(snapshot))
 
     def distrust(self, since: int) -> None:
         """Demote every checkpoint after `since`, the newest step that can be trusted. Waits for the one being written
-        if it is newer, or if older ones are demoted, which the writer may be removing.
+        if it is newer.
         """
         writing = self._writer.writing
         self._read_outcomes()
-        written = self._highest_saved, self._best.step if self._best is not None else 0
-        if writing is not None and max(writing.step, *written) > since:
+        if writing is not None and writing.step > since:
             self.wait()
         if self._best is not None:
             self._best.distrust(since)
-        self._trusted = [step for step in self._trusted if step <= since]
-        if not self._commits or since >= self._highest_saved:
-            return
+        trusted = [one for one in self._saved if one[1] <= since]
+        self._is_urgent |= bool(self._saved) and not trusted
+        self._saved = trusted
         try:
-            self._store.demote(since)
-        except OSError as error:  # the next checkpoint that is written tries again
+            if self._commits:
+                self._store.demote(since)
+        except OSError as error:
             log.error("checkpoints that may contain damage could not be demoted: %s", error.strerror)
-
-    def rewound(self, step: int) -> None:
-        writing = self._writer.writing
-        self._read_outcomes()
-        self._trusted = [min(one, step) for one in self._trusted]
-        if writing is not None:
-            writing.counts_as = min(writing.counts_as, step)
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Keep the present weights if this evaluation of them is the best so far. All ranks call this."""
@@ -159,7 +141,7 @@ class CheckpointKeeper:
     ) -> int:
         """Write down an incident of the process, not of the training, about which something was done already."""
         tick = self._parts.clock.tick
-        anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence, ranks=seen.ranks)
+        anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence)
         known = by_signal(anomaly)
         diagnosis = replace(known, advice=seen.advice or known.advice, rows=seen.rows)
         return self.incident_log.report(
@@ -174,8 +156,7 @@ class CheckpointKeeper:
 
     def run_completed(self) -> None:
         """Close the incident about checkpoints that cannot be saved: otherwise a success does."""
-        if self._saving_incident is not None:
-            self.incident_log.close_ongoing(self._saving_incident)
+        self.incident_log.close_ongoing(self._saving_incident)
 
     # When a run ends. The newest verified snapshot is written unless a checkpoint as new is there.
 
@@ -183,7 +164,7 @@ class CheckpointKeeper:
         """Write a verified snapshot; None if that failed. All ranks wait: a launcher ends them soon after the first."""
         self.wait()
         with at_disk():
-            found = self._parts.world.on_main(lambda: self._saved(snapshot))
+            found = self._parts.world.on_main(lambda: self._path_of(snapshot))
             return found or self._on_all(lambda: self._save_now(snapshot))
 
     def save_alone(self, snapshot: Snapshot) -> Path | None:
@@ -191,26 +172,22 @@ class CheckpointKeeper:
         if not self._commits or self._is_sharded:
             return None
         self.wait()
-        return self._saved(snapshot) or self._save_now(snapshot)
+        return self._path_of(snapshot) or self._save_now(snapshot)
 
     def save_newest(self) -> tuple[int, Path | None]:
         """As `save_alone`, from another thread, of the newest verified snapshot. Returns the step to resume from and
         its checkpoint; None if that is not the newest verified state.
         """
         snapshot = self._unsaved()
-        try:
-            is_saved = snapshot is None or self.save_alone(snapshot) is not None
-            usable = self._store.usable() if self._commits else []
-        except OSError as error:
-            log.error("checkpoints cannot be listed: %s", error.strerror or error)
-            return self._last_saved, None
+        is_saved = snapshot is None or self.save_alone(snapshot) is not None
+        usable = self._store.usable() if self._commits else []
         return (usable[0].step, usable[0].path if is_saved else None) if usable else (0, None)
 
     def rescue(self) -> tuple[int, Callable[[], object]]:
         """From another thread, while the loop hangs: the steps that are lost, and a function that saves the others."""
         step, snapshot = self._parts.clock.step, self._unsaved()
         if snapshot is None or self._is_sharded or not (self._writes and self._writer.is_free):
-            return max(0, step - self._last_saved), lambda: None
+            return max(0, step - self._last[1]), lambda: None
         return max(0, step - snapshot.step), lambda: self._save_now(snapshot)
 
     def finish(self, effects: Mapping[str, Any], *, healthy: bool, damaged: bool = False) -> Path | None:
@@ -224,26 +201,20 @@ class CheckpointKeeper:
             verified, (plain, tensors) = self._unsaved(), taken_apart(parts.state.live())
             present = Snapshot(parts.clock.step, plain, tensors, {}, parts.checks_state(), effects)
             present.verified = healthy and not damaged
+            is_saved = not self._is_urgent and self._last == (parts.clock.tick, parts.clock.step)
+            if present.verified and is_saved:  # of a complete run that was started again
+                return self._path_of(present)
             path = self._save_now(present)
             if not present.verified and verified is not None and verified.step < present.step:
                 self._save_now(verified)  # to go back to, should the candidate be bad
             return path
 
-        def written_before() -> Path | None:
-            """Write the best weights; return the checkpoint of this state, if a completed run was started again."""
-            best = self._best
+        with at_disk():
+            best = self._best if healthy and not damaged else None
             while best is not None and best.is_ripe(parts.clock.step):
                 if self._write_now(Job(parts.clock.step, best.write)).error is not None:
                     break
-            present = VERIFIED, parts.clock.step, parts.clock.tick, json.loads(json.dumps(effects))
-            for one in self._store.usable()[:1]:
-                if (new := one.manifest) and (new.kind, new.step, new.tick, new.effects) == present:
-                    return one.path
-            return None
-
-        with at_disk():
-            before = parts.world.on_main(written_before) if healthy and not damaged else None
-            return before or self._on_all(write)
+            return self._on_all(write)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until nothing is being written; False if it still is after so many seconds."""
@@ -255,7 +226,7 @@ class CheckpointKeeper:
         """Load the checkpoint that the run resumes from. All ranks call this."""
         self.previous_samples_per_update = plan.previous_samples_per_update
         if plan.path is not None:
-            self._load(Entry.of(plan.path), resuming=True)
+            self._load(Entry.of(plan.path), plan.tick, resuming=True)
 
     def restore(self, since: int) -> Path | None:
         """Load the newest verified checkpoint not after `since`; return its path. All ranks call this."""
@@ -281,32 +252,31 @@ class CheckpointKeeper:
     def _verified_until(self, since: int) -> list[Entry]:
         return [one for one in self._store.usable() if one.kind == VERIFIED and one.step <= since]
 
-    def _load(self, entry: Entry, *, resuming: bool) -> None:
+    def _load(self, entry: Entry, tick: int = 0, *, resuming: bool) -> None:
         self.resumption.load(entry, resuming=resuming)
         is_own = entry.path.parent == self._store.path
         # On ranks that write nothing, too: all take the same snapshots.
-        self.is_verified = self._has_verified = entry.kind != CANDIDATE
-        self._trusted = [self._parts.clock.step] if is_own else []
-        if is_own:  # all ranks: any step above 0 says that there were checkpoints
-            steps = [one.step for one in self._store.entries()] if self._commits else self._trusted
-            self._highest_saved = max([self._highest_saved, *steps])
+        self.is_verified = entry.kind != CANDIDATE
+        self._saved = [(max(tick, self._parts.clock.tick), self._parts.clock.step)] if is_own else []
+        self._is_urgent = not self.is_verified
 
     @property
-    def _last_saved(self) -> int:
-        return self._trusted[-1] if self._trusted else 0
+    def _last(self) -> tuple[int, int]:
+        return self._saved[-1] if self._saved else (0, 0)
 
-    def _note_saved(self, step: int, counts_as: int) -> None:
-        self._highest_saved, self._has_verified = max(self._highest_saved, step), True
-        newest = max(self._last_saved, counts_as)
-        self._trusted = [*self._trusted, newest][-self._config.keep :]  # older ones are pruned
+    def _note_saved(self, snapshot: Snapshot) -> None:
+        self._is_urgent = False
+        self._saved = [*self._saved, (_tick(snapshot), snapshot.step)][-self._config.keep :]  # older ones are pruned
 
     def _unsaved(self) -> Snapshot | None:
         snapshot = self._parts.ring.newest_verified()
-        return snapshot if snapshot is not None and snapshot.step > self._last_saved else None
+        return snapshot if snapshot is not None and _tick(snapshot) > self._last[0] else None
 
-    def _saved(self, snapshot: Snapshot) -> Path | None:
-        found = [one for one in self._store.usable() if one.kind == VERIFIED and one.step >= snapshot.step]
-        return found[0].path if found else None
+    def _path_of(self, snapshot: Snapshot) -> Path | None:
+        """Return the path of a checkpoint that is as new."""
+        usable = self._store.usable()
+        new = (one for one in usable if one.kind == VERIFIED and one.manifest and one.manifest.tick >= _tick(snapshot))
+        return next((one.path for one in new), None)
 
     def _on_all(self, write: Callable[[], Path | None]) -> Path | None:
         """Let rank 0 write, or call `write` on all ranks if they have to gather; all wait and return the path."""
@@ -321,13 +291,13 @@ class CheckpointKeeper:
 
     def _save_now(self, snapshot: Snapshot) -> Path | None:
         if self._is_sharded:
-            self._note_saved(snapshot.step, snapshot.step)
+            self._note_saved(snapshot)
         job = self._job(snapshot) if self._writes else None
         entry = self._write_now(job).entry if job is not None else None
         return entry.path if entry is not None else None
 
-    def _offer(self, snapshot: Snapshot) -> None:
-        if (job := self._job(snapshot)) is not None:
+    def _offer(self, job: Job | None) -> None:
+        if job is not None:
             self._writer.offer(job)
 
     def _job(self, snapshot: Snapshot) -> Job | None:
@@ -338,7 +308,7 @@ class CheckpointKeeper:
         content = gathered(snapshot.parts, keep=self._commits) if self._is_sharded else snapshot.parts
         if not self._commits:
             return None
-        step, tick = snapshot.step, int(snapshot.effects["tick"])
+        step, tick = snapshot.step, _tick(snapshot)
         persistent = {
             "statistics": snapshot.checks_state,
             "panel": parts.checks.persistent_state(),
@@ -346,15 +316,11 @@ class CheckpointKeeper:
         }
 
         def write() -> Entry:
-            with suppress(OSError):
-                store.demote()  # what the disk did not take before
             persistent["passed"] = updates.state_dict(step)
             manifest = Manifest(
                 kind=VERIFIED if snapshot.verified else CANDIDATE,
                 step=step,
                 tick=tick,
-                position=int(content["position"]["position"]),
-                world=parts.world.size,
                 samples=parts.samples.slicing.samples,
                 each=self.resumption.samples_per_process,
                 made_by=f"resilient_train {__version__}, torch {torch.__version__}",
@@ -365,24 +331,19 @@ class CheckpointKeeper:
             )
             lasting = {name: one for name, one in content["buffers"].items() if name in self._persistent_names}
             exported = {**content["weights"], **{name: one for name, one in lasting.items() if one is not None}}
-            entry = store.write(manifest, content, exported, persistent, partial(self._examine, content))
-            self._has_read_back = True
+            entry = store.write(manifest, content, exported, persistent)
             self.incident_log.run_history.note("checkpoint_saved", step=step, tick=tick)
+            self._prune()  # it was read back before it was committed
             return entry
 
         return Job(step, write, snapshot)
 
-    def _examine(self, content: Mapping[str, Any], written: Entry) -> None:
-        """Raise Damaged if the first checkpoint of a process does not fit the run: read in full, as a resume does."""
-        if self._has_read_back:
-            return
-        state, weights = self._parts.state, content["weights"]
-        saved = Store.load(written, self._parts.world.device, weights, with_digests=False).parts
-        if why := explain_mismatch(content, saved, state.model, state.optimizers):
-            raise Damaged(f"does not fit this run when it is read back: {why}")
-        for name in state.kept:
-            if sha256(saved[name]) != sha256(content[name]):
-                raise Damaged(f"does not give back {name} as it was written")
+    def _prune(self) -> None:
+        reference = self._parts.checks.episode.reference
+        try:
+            self._store.prune(self._config.keep, self._config.keep_every, reference.step if reference else None)
+        except Exception as error:  # the new one is complete nevertheless
+            log.error("older checkpoints could not be removed: %s", in_one_line(error))
 
     def _read_outcomes(self) -> None:
         while self._writer.finished:
@@ -391,13 +352,12 @@ class CheckpointKeeper:
     def _note_outcome(self, job: Job) -> None:
         step = job.step
         if job.error is None:
-            if job.entry is not None and not self._is_sharded:  # else that was noted on all ranks
-                self._note_saved(step, job.counts_as)
+            if job.snapshot is not None and not self._is_sharded:  # else that was noted on all ranks
+                self._note_saved(job.snapshot)
             if self._is_failing:
                 log.info("checkpoints are saved again: step %d", step)
                 self._is_failing = False
-                if self._saving_incident is not None:
-                    self.incident_log.ongoing.discard(self._saving_incident)
+                self.incident_log.ongoing.discard(self._saving_incident)
         elif not self._is_failing:
             self._is_failing = True
             evidence = fact("not_written", step=step, why=job.trouble)
@@ -406,3 +366,7 @@ class CheckpointKeeper:
             self._saving_incident = self.note_incident(found, ongoing=True)
             if not job.is_disk_full:
                 log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)
+
+
+def _tick(snapshot: Snapshot) -> int:
+    return int(snapshot.effects["tick"])

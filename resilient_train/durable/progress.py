@@ -6,100 +6,18 @@ or none. Not a memory map: a file that is cut short, or a server that is gone, w
 
 from __future__ import annotations
 
+import json
 import os
-import struct
-import time
-import zlib
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
-from resilient_train.durable.journal import WriteAttempts, commit_json
-from resilient_train.ground import files
-from resilient_train.ground.files import read_json, read_plain
-from resilient_train.ground.types import Facts, fact
-
-_LOOK_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Hung:
-    """A rank that hung, as its own watchdog saw it."""
-
-    rank: int
-    evidence: Facts
-    is_in_users_code: bool  # otherwise it may only have waited for another rank
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "evidence", tuple(dict(one) for one in self.evidence))  # of JSON, a list
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A rank other than 0 that failed: rank 0 sees only a closed connection, or a request to stop."""
-
-    rank: int
-    why: str
-    in_training: bool  # an error before it began does not explain why the previous process ended
-
-
-Note = TypeVar("Note", Hung, Failed)
-
-_FILES: dict[type, str] = {Hung: "hung.rank{}.json", Failed: "failed.rank{}"}
-
-
-def leave(run_dir: Path, note: Hung | Failed) -> None:
-    """Write a note. Raises OSError if this host does not have the directory, or cannot write to it."""
-    commit_json(run_dir / _FILES[type(note)].format(note.rank), asdict(note))
-
-
-def found(run_dir: Path | None, kind: type[Note]) -> list[Note]:
-    """Return the notes of this kind in this host's directory, in order of the ranks; damaged files are left out."""
-    notes = []
-    for path in _notes(run_dir, kind):
-        with suppress(TypeError, ValueError):
-            notes.append(kind(**read_json(path)))
-    return sorted(notes, key=lambda one: one.rank)
-
-
-def _notes(run_dir: Path | None, kind: type) -> Iterable[Path]:
-    return run_dir.glob(_FILES[kind].format("*")) if run_dir is not None else ()
-
-
-def clear(run_dir: Path | None, kind: type) -> None:
-    """Remove the notes, as the journal has them now. All ranks that share a directory try to."""
-    for path in _notes(run_dir, kind):
-        with suppress(OSError):
-            files.disk.unlink(path)
-
-
-def gather_hung(run_dir: Path, mine: Hung, size: int, seconds: float) -> list[Hung]:
-    """Wait at most so many seconds for all other ranks to note where they hang; return the notes, mine first."""
-    deadline = time.monotonic() + seconds
-    while len(noted := found(run_dir, Hung)) < size - 1 and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
-    return [mine, *noted]
-
-
-def who_hung(noted: Sequence[Hung], size: int) -> Facts:
-    """Return which ranks hung where: most of them only wait for the one at fault."""
-    silent = sorted(set(range(size)) - {one.rank for one in noted})
-    at_fault: Facts = ()
-    for one in noted:
-        if one.is_in_users_code:
-            at_fault += fact("hangs_on", rank=one.rank, why=one.evidence)
-    if silent and not at_fault:
-        return fact("silent", ranks=silent, why=noted[0].evidence)
-    return at_fault or noted[0].evidence
-
+from resilient_train.durable.journal import WriteAttempts, seal, unseal
 
 PROGRESS = "progress"  # its name in a run directory
 
-_RECORD = struct.Struct("<6q")  # number, doing, tick, step, start, stop
-_SLOT = 64  # bytes
+_SLOT = 128  # bytes
 
 
 class Doing(IntEnum):
@@ -107,11 +25,9 @@ class Doing(IntEnum):
     UPDATING = 1
     BETWEEN = 2  # two updates: evaluating, saving
     HUNG = 3  # in an update, and was ended by its watchdog
-    FIRST = 4  # the first update after its start
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     doing: Doing = Doing.ENDED
     tick: int = 0
     step: int = 0  # accepted updates
@@ -133,11 +49,11 @@ class Progress:
 
     def updating(self, tick: int, step: int, start: int, stop: int) -> None:
         self.first = tick if self.first is None else self.first
-        self._note(Position(Doing.FIRST if tick == self.first else Doing.UPDATING, tick, step, start, stop))
+        self._note(Position(Doing.UPDATING, tick, step, start, stop))
 
     def turned_to(self, doing: Doing, tick: int | None = None) -> None:
         """Note that the process does something else now, after `tick` attempted updates if that changed."""
-        self._note(replace(self._position, doing=doing, tick=self._position.tick if tick is None else tick))
+        self._note(self._position._replace(doing=doing, tick=self._position.tick if tick is None else tick))
 
     def stays(self, *, is_explained: bool = False) -> None:
         """Note nothing more: the process ends. If that is not explained, the samples in use may be to blame."""
@@ -151,7 +67,7 @@ class Progress:
 
     @property
     def is_updating(self) -> bool:
-        return self._position.doing in (Doing.UPDATING, Doing.FIRST)
+        return self._position.doing is Doing.UPDATING
 
     def _note(self, position: Position) -> None:
         if self._stays:
@@ -160,14 +76,11 @@ class Progress:
         if self._path is None:
             return
         self._number += 1
-        record = _RECORD.pack(self._number, position.doing, position.tick, position.step, position.start, position.stop)
-        slot = (record + zlib.crc32(record).to_bytes(4, "little")).ljust(_SLOT, b"\0")
+        record = seal(json.dumps({"n": self._number, "position": position})).ljust(_SLOT)
         with self._attempts.attempt():
-            if self._file >= 0 and not os.fstat(self._file).st_nlink:  # it was removed
-                self.close()
             if self._file < 0:
-                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            os.pwrite(self._file, slot, self._number % 2 * _SLOT)
+                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            os.pwrite(self._file, record, self._number % 2 * _SLOT)
             if position.doing is Doing.ENDED:
                 self.close()
 
@@ -179,13 +92,12 @@ def position_of(run_dir: Path) -> Position:
 
 def _read(run_dir: Path) -> tuple[int, Position]:
     """Return the newer of the two records, and its number; 0 if there is none, or both are damaged."""
-    newest, position, content = 0, Position(), b""
+    content = b""
     with suppress(OSError):
-        content = read_plain(run_dir / PROGRESS)
-    for slot in (content[:_SLOT], content[_SLOT : 2 * _SLOT]):
-        record, crc = slot[: _RECORD.size], slot[_RECORD.size : _RECORD.size + 4]
-        if len(crc) == 4 and zlib.crc32(record) == int.from_bytes(crc, "little"):
-            number, doing, *rest = _RECORD.unpack(record)
-            if number > newest and doing in set(Doing):
-                newest, position = number, Position(Doing(doing), *rest)
-    return newest, position
+        content = (run_dir / PROGRESS).read_bytes()
+    slots = (unseal(slot.rstrip()) for slot in (content[:_SLOT], content[_SLOT : 2 * _SLOT]))
+    newest = max(filter(None, slots), key=lambda one: one["n"], default=None)
+    if newest is None:
+        return 0, Position()
+    doing, *rest = newest["position"]
+    return newest["n"], Position(Doing(doing), *rest)

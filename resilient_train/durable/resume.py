@@ -8,22 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
-
 from resilient_train.core.copies import Stateful
 from resilient_train.core.state import LR_OF_GUARD, RunState, weights_of
 from resilient_train.core.tree import Tree
 from resilient_train.data.run_parts import RunParts
-from resilient_train.durable import endings, progress
-from resilient_train.durable.progress import Doing, Hung, Progress
+from resilient_train.durable import endings
+from resilient_train.durable.progress import Doing, Progress
 from resilient_train.durable.run_history import RunHistory
 from resilient_train.durable.store import Damaged, Entry, Manifest, Saved, Store
 from resilient_train.durable.tree_files import reshard
 from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, unusable
 from resilient_train.ground.secrets import masked
-from resilient_train.ground.types import Facts, Incident, ProcessIncident, Signal, fact
+from resilient_train.ground.types import Incident, ProcessIncident, Signal, fact
 from resilient_train.ground.wording import log
 
 _SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # keys that decide whether a state fits
@@ -72,10 +68,6 @@ class Resumption:
     def plan(self, incidents: Sequence[Incident], crashes: int) -> ResumePlan:
         """Find the checkpoint to resume from; skip samples at which `crashes` processes in a row ended unexplained."""
         history, last = self.history, self.progress.last
-        hung: Facts = ()
-        if noted := progress.found(self.directory, Hung):  # by ranks that could not report it to rank 0
-            progress.clear(self.directory, Hung)
-            hung = progress.who_hung(noted, max(self.parts.world.size, noted[-1].rank + 1))
         damaged: list[tuple[Entry, str]] = []
         self.store.sweep()
         entries = self.store.entries()
@@ -86,8 +78,6 @@ class Resumption:
             entry = self.newest_readable(left, damaged)
         if entry is None and are_demoted:
             why = f"every checkpoint in {self.store.path} was demoted, as it may contain damage"
-            if others := [one for one in history.sources if not self._is_own(Path(one))]:
-                raise TrainError(f"{why}, and this run began from {others[0]}: run.resume={others[0]} returns there")
             log.warning("%s: the run begins at step 0 again", why)
         elif entry is None and (history.has_saved or damaged):
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
@@ -97,17 +87,17 @@ class Resumption:
         step = entry.step if entry else self.parts.clock.step  # 0, or what a trainer has made by its own checkpoint
         found = incidents_of_damage(damaged, step)
         skipped, span = None, last.stop - last.start
-        is_updating = last.doing in (Doing.UPDATING, Doing.FIRST)
+        is_updating = last.doing is Doing.UPDATING
         is_explained = self.directory is not None and endings.failure(self.directory, in_training=True)
         if not is_explained and (is_updating or last.doing is Doing.HUNG) and span > 0:
-            times = history.note_process_end(last.tick, last.start, last.stop, in_first=last.doing is Doing.FIRST)
+            times = history.note_process_end(last.tick, last.start, last.stop)
             skipped = (last.start, last.stop) if times >= crashes else None
         if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
             tick = manifest.tick if manifest else 0
             # Attempts without a verdict are lost, too; what was refused or undone before is in those incidents.
             counted = sum(one.steps_lost for one in incidents if one.anomaly.tick > tick)
             lost = last.tick - tick - counted if tick or not step else last.step - step
-            found.append(self._crash(step, max(0, lost), skipped, hung, incidents))
+            found.append(self._crash(step, max(0, lost), skipped, incidents))
         return ResumePlan(
             path=entry.path if entry else None,
             tick=last.tick,
@@ -147,9 +137,8 @@ class Resumption:
         if manifest is None:
             raise Damaged(entry.damage)
         live = parts.state.live()
-        # All ranks have the same files: rank 0 compares the digests for all.
-        saved = Store.load(entry, parts.world.device, live["weights"], with_digests=parts.world.is_main)
-        why = explain_mismatch(live, saved.parts, parts.state.model, parts.state.optimizers)
+        saved = Store.load(entry, parts.world.device, live["weights"])
+        why = explain_mismatch(live, saved.parts)
         changed = [key for key in _SHAPES if any(one.startswith(key) for one in self.how.changed)]
         each = self.samples_per_process
         is_resized = manifest.each == each and not manifest.samples % each  # other number of processes
@@ -220,13 +209,12 @@ class Resumption:
         return entry
 
     def _crash(
-        self, step: int, lost: int, skipped: tuple[int, int] | None, hung: Facts, incidents: Sequence[Incident]
+        self, step: int, lost: int, skipped: tuple[int, int] | None, incidents: Sequence[Incident]
     ) -> ProcessIncident:
         last = self.progress.last
-        is_known = last.doing is Doing.HUNG
+        has_hung = last.doing is Doing.HUNG
         at = {"step": last.step} if last.doing is Doing.BETWEEN else {"update": last.step + 1}
-        why = {"hung": () if is_known else hung, "silent": not (is_known or hung)}
-        evidence = fact("died", **at, **why, skipped=bool(skipped))
+        evidence = fact("died", **at, silent=not has_hung, skipped=bool(skipped))
         rows: Sequence[int] = ()
         if skipped:
             rows = self.parts.samples.rows_at(*skipped)
@@ -235,7 +223,7 @@ class Resumption:
             common = [sorted({*rows} & {*one.diagnosis.rows}) for one in earlier]
             rows = min([one for one in common if one], key=len, default=rows)
         advice = fact("died_twice", rows=[*rows]) if rows else ()
-        signal = Signal.HANG if last.doing is Doing.HUNG or hung else Signal.CRASH
+        signal = Signal.HANG if has_hung else Signal.CRASH
         remedy = "skip" if skipped else "go_on"
         return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, tuple(rows), step, lost)
 
@@ -250,64 +238,36 @@ def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list
     ]
 
 
-def explain_mismatch(
-    live: Mapping[str, Tree], saved: Mapping[str, Tree], model: nn.Module, optimizers: Sequence[Optimizer]
-) -> str:
+def explain_mismatch(live: Mapping[str, Tree], saved: Mapping[str, Tree]) -> str:
     """Say in one line why a loaded state does not fit the parts of the run; empty if it does."""
     try:
-        return next(_mismatches(live, saved, model, optimizers), "")
+        return next(_mismatches(live, saved), "")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         return f"it does not have the structure of a state: {in_one_line(error)}"
 
 
-def _mismatches(
-    live: Mapping[str, Tree], saved: Mapping[str, Tree], model: nn.Module, optimizers: Sequence[Optimizer]
-) -> Iterator[str]:
+def _mismatches(live: Mapping[str, Tree], saved: Mapping[str, Tree]) -> Iterator[str]:
     """Yield a line for each mismatch. Only the first is used: every check relies on those before it having passed."""
     for odd in sorted(live.keys() ^ saved.keys(), key=str):
         yield f"only one of the two has {odd!s:.80}"
     for odd in sorted(live["weights"].keys() ^ saved["weights"].keys(), key=str):
         yield f"only one of the two has the weight {odd!r:.80}"
     for name, weight in live["weights"].items():
-        yield from _in_tensor(name, weight, saved["weights"][name])
-    modules = dict(model.named_modules())  # a `state_dict` would reshard weights that another thread computes with
-    for name, buffer in saved["buffers"].items():
-        path, _, own = name.rpartition(".")
-        if path not in modules:
-            yield f"it has a buffer {name!r:.80}, which the model does not have"
-        is_cache = own in modules[path]._non_persistent_buffers_set
-        if buffer is not None and live["buffers"].get(name) is not None and not is_cache:
-            yield from _in_tensor(name, live["buffers"][name], buffer)
-    for number, optimizer in enumerate(optimizers):
-        for why in _in_optimizer(live[f"optimizer.{number}"], saved[f"optimizer.{number}"], optimizer):
-            yield f"{type(optimizer).__name__}: {why}"
-    if "random.numpy" in saved and not 0 <= saved["random.numpy"]["state"]["pos"] <= 624:  # numpy reads beyond
-        yield "the state of numpy's generator is not valid"
-    for name in live.keys() - {"weights", "buffers", "clock"}:
-        here, there = live[name], saved[name]
-        is_missing = here is None and name.startswith("kept.")
-        if not (name.startswith(("optimizer.", "random.")) or is_missing or isinstance(here, type(there))):
-            yield f"{name} is a {type(there).__name__} there and a {type(here).__name__} here"
+        there = saved["weights"][name]
+        if there.shape != weight.shape or there.dtype is not weight.dtype:
+            yield f"{name} is {there.dtype} {list(there.shape)} there and {weight.dtype} {list(weight.shape)} here"
+    for name in live:
+        if name.startswith("optimizer."):
+            yield from _in_optimizer(live[name], saved[name])
 
 
-def _in_tensor(name: str, live: torch.Tensor, saved: torch.Tensor) -> Iterator[str]:
-    if saved.shape != live.shape or saved.dtype is not live.dtype:
-        yield f"{name} is {saved.dtype} {list(saved.shape)} there and {live.dtype} {list(live.shape)} here"
-
-
-def _in_optimizer(live: Tree, saved: Tree, optimizer: Optimizer) -> Iterator[str]:
+def _in_optimizer(live: Tree, saved: Tree) -> Iterator[str]:
     if saved.keys() != live.keys():
         yield "it has the state of another optimizer"
-    groups = saved["groups"]
-    if len(groups) > len(live["groups"]):
-        count, how = len(live["groups"]), "add those that the loop had added, before the guard is made"
-        yield f"it has {len(groups)} parameter groups there and {count} here: {how}"
-    for here, there in zip(live["groups"], groups, strict=False):  # the loop may have added some since
-        if here.keys() - there.keys() - {LR_OF_GUARD, "initial_lr"}:
-            yield "a parameter group lacks settings"
-    weights = [weight for group in optimizer.param_groups[: len(groups)] for weight in group["params"]]
-    if any(place >= len(weights) for place in saved["moments"]):
-        yield "it has moments of a weight that the optimizer does not have"
+    here, there = len(live["groups"]), len(saved["groups"])
+    if there > here:  # the loop may have added some since
+        how = "add those that the loop had added, before the guard is made"
+        yield f"it has {there} parameter groups there and {here} here: {how}"
 
 
 def _resharded(state: RunState, parts: Mapping[str, Tree]) -> dict[str, Tree]:

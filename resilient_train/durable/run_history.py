@@ -39,25 +39,17 @@ class RunHistory:
         self._journal = journal
         self.chapters: dict[int, Chapter] = {}  # by the number of the incident
         self.open: dict[int, Incident] = {}  # those without an outcome
-        self.closed: dict[int, Incident] = {}  # the others, in the order of their outcomes
-        self.has_gap = False  # an entry is damaged: of lists, which are noted by what was added, some may be missing
-        self.unreadable: list[str] = []  # entries about incidents, and why
         self.effects: dict[str, Any] = {}  # of remedies, as they were noted last
         self.has_saved = False  # a checkpoint was ever committed
         self.sources: set[str] = set()  # paths that the user told the run to resume from
         self.began_with: tuple[int, int] | None = None  # processes, and samples of an update
         self.data_sample: Mapping[str, Any] | None = None  # rows of the data set, to notice that it changed
         self.drills: dict[int, Facts] = {}  # that have fired, by their numbers
-        # By tick, which no two processes end at: the samples in use when one ended, and whether in its first update.
-        self._endings: dict[int, tuple[int, int, bool]] = {}
-        number = 0
+        # By tick, which no two processes end at: the samples in use when one ended.
+        self._endings: dict[int, tuple[int, int]] = {}
         for entry in entries:
-            self.has_gap |= entry["n"] != number + 1
-            number = entry["n"]
-            try:
+            with suppress(ValueError):  # about an incident of another version
                 self.recall(entry)
-            except ValueError as error:
-                self.unreadable.append(f"entry {entry['n']} of the journal is left out: {error}")
         self.chapters = dict(sorted(self.chapters.items()))
 
     @property
@@ -72,14 +64,10 @@ class RunHistory:
             lines = {name: as_line(one) if isinstance(one, Incident) else one for name, one in fields.items()}
             self._journal.write(kind, **lines)
 
-    def note_process_end(self, tick: int, start: int, stop: int, *, in_first: bool) -> int:
-        """Note which samples were in use when a process ended; return how many processes in a row ended at these.
-
-        Return 0 if each of them was `in_first`, the first update after a start: compiling takes long.
-        """
-        self.note("process_ended", tick=tick, start=start, stop=stop, in_first=in_first)
-        same = list(takewhile(lambda one: one[:2] == (start, stop), reversed(self._endings.values())))
-        return 0 if all(one[2] for one in same) else len(same)
+    def note_process_end(self, tick: int, start: int, stop: int) -> int:
+        """Note which samples were in use when a process ended; return how many processes in a row ended at these."""
+        self.note("process_ended", tick=tick, start=start, stop=stop)
+        return len(list(takewhile(lambda one: one == (start, stop), reversed(self._endings.values()))))
 
     def note_drill_fired(self, number: int, name: str, tick: int) -> None:
         """Note that a drill is about to fire. Before it does: a crash would fire again after every restart."""
@@ -99,7 +87,7 @@ class RunHistory:
             case {"kind": "checkpoint_saved"}:
                 self.has_saved = True
             case {"kind": "process_ended", "tick": int(tick), "start": int(start), "stop": int(stop)}:
-                self._endings[tick] = (start, stop, entry.get("in_first") is True)
+                self._endings[tick] = (start, stop)
             case {"kind": "began", "processes": int(processes), "samples": int(samples)}:  # with how many of each
                 self.began_with = (processes, samples)
             case {"kind": "data_seen", "sample": dict(sample)}:
@@ -112,7 +100,6 @@ class RunHistory:
     def _add(self, added: Mapping[str, list[Any]], **whole: Any) -> None:
         """Add what `Effects.changes` returned."""
         self.effects |= whole
-        self.has_gap &= bool(added)  # else all lists are whole again
         for name, new in added.items():  # in place: copying a list each time would take longer with each incident
             self.effects.setdefault(name, []).extend(new)
 
@@ -120,11 +107,7 @@ class RunHistory:
         """Return the effects in force: those that were `saved` with a checkpoint, or noted since."""
         known = [saved, self.effects]  # at the same tick the journal's are newer
         older, newer = sorted(known, key=lambda one: tick if type(tick := one.get("tick")) is int else 0)
-        effects = {**older, **newer}
-        for name in [name for name, one in effects.items() if self.has_gap and isinstance(one, list)]:
-            before, since = older.get(name, []), newer.get(name, [])
-            effects[name] = [*before, *(one for one in since if one not in before)]
-        return effects
+        return {**older, **newer}
 
     def effects_before(self, number: int) -> dict[str, Any]:
         """Return the effects as they were noted when an incident was opened."""
@@ -143,7 +126,6 @@ class RunHistory:
             chapter = replace(chapter, treated_ms=at)
         elif kind == CLOSED:
             chapter = replace(chapter, closed_ms=at)
-            self.closed[incident.id] = incident
         self._keep(chapter)
 
     def _keep(self, chapter: Chapter) -> None:

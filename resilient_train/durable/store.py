@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from resilient_train.durable.tree_files import NAMES, TENSORS, TREE, SerializedTree, chunks, load_tree
+from resilient_train.durable.tree_files import NAMES, SerializedTree, chunks, load_tree
 from resilient_train.ground import files
-from resilient_train.ground.files import Written, read_plain
 from resilient_train.ground.wording import log
 
 CHECKPOINTS = "checkpoints"  # its name in a run directory
@@ -32,74 +30,58 @@ MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 VERIFIED, CANDIDATE, DEMOTED = "verified", "candidate", "demoted"
 
 
-_FORMAT = 4
-_NAME = re.compile(r"step-(\d{8,18})(\.\d+)?")
+_FORMAT = 5
+_DEMOTED = ".demoted"  # the end of its name: an incident began before it
+_NAME = re.compile(r"step-(\d{8,18})(\.\d+)?(\.demoted)?")
 
 
 class Damaged(ValueError):
     """A checkpoint is not what was written. The message is one line."""
 
 
-class OtherFormat(Damaged):
-    """Another version has written it, and can read it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    kind: str  # verified; candidate: not verified yet; demoted: an incident began before it
+    kind: str  # verified; candidate: not verified yet
     step: int
     tick: int
-    position: int
-    world: int  # processes
     samples: int  # of an update, over all processes and micro-batches
     each: int  # samples of a process, as configured; samples / world, unless the number of processes changed
     made_by: str
     at: int  # milliseconds since 1970
     effects: dict[str, Any]  # of remedies: knobs, skipped samples, patched lines, rows in quarantine
     groups: list[Any]  # the configured settings of each optimizer's parameter groups
-    files: dict[str, Written]
+    files: dict[str, dict[str, Any]]  # size and digest of each
 
     def text(self) -> str:
         """Return the content of the file; its last key is a digest of all before it."""
         body: dict[str, Any] = {"format": _FORMAT, **asdict(self)}
-        body["files"] = {name: {"bytes": one.size, "sha256": one.sha256} for name, one in self.files.items()}
         return json.dumps({**body, "sha256": files.digest_of(body)}, indent=1) + "\n"
 
 
 def read(checkpoint: Path) -> Manifest:
     """Read only the manifest of a checkpoint. Raises Damaged."""
-    if checkpoint.is_symlink():  # what it leads to would be written to
-        raise Damaged("is a link, not a directory")
     with _cannot_be_read(MANIFEST):
-        content = read_plain(checkpoint / MANIFEST)
+        content = (checkpoint / MANIFEST).read_bytes()
     try:
-        node = json.loads(content.decode("utf-8"))
-        if (format := node.pop("format")) != _FORMAT:
-            raise OtherFormat(f"is of format {format!s:.20}, where this version reads {_FORMAT}")
+        node = json.loads(content)
+        version = node.pop("format")
         del node["sha256"]
-        node["files"] = {name: Written(one["bytes"], one["sha256"]) for name, one in node["files"].items()}
-        if node["files"].keys() != {TENSORS, TREE, WEIGHTS}:
-            listed = ", ".join(map(repr, sorted(node["files"])))[:100] or "nothing"
-            raise Damaged(f"{MANIFEST} lists {listed}, not the files of a checkpoint")
         manifest = Manifest(**node)
-        if manifest.text().encode() != content:  # of another digest, or the same values in another form
-            raise Damaged(f"{MANIFEST} is not what was written")
-    except Damaged:
-        raise
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} is not a manifest") from error
+    if version != _FORMAT:
+        raise Damaged(f"is of format {version!s:.20}, where this version reads {_FORMAT}")
+    if manifest.text().encode() != content:  # of another digest, or the same values in another form
+        raise Damaged(f"{MANIFEST} is not what was written")
     return manifest
 
 
-def verify(checkpoint: Path, *, with_digests: bool = True) -> Manifest:
-    """Compare the files of a checkpoint with its manifest; without digests, only their sizes. Raises Damaged."""
+def verify(checkpoint: Path) -> Manifest:
+    """Compare the files of a checkpoint with its manifest. Raises Damaged."""
     manifest = read(checkpoint)
     for name, written in manifest.files.items():
         with _cannot_be_read(name), open(checkpoint / name, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != written.size:
-                raise Damaged(f"{name} is {size:,} bytes long, and {written.size:,} were written")
-            if with_digests and hashlib.file_digest(file, "sha256").hexdigest() != written.sha256:
+            if hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:
                 raise Damaged(f"{name} is not what was written")
     return manifest
 
@@ -119,18 +101,19 @@ class Entry:
     path: Path
     manifest: Manifest | None
     damage: str = ""
-    is_foreign: bool = False  # another version has written it
 
     @classmethod
     def of(cls, path: Path) -> Entry:
         try:
             return cls(path, read(path))
         except Damaged as why:
-            return cls(path, None, str(why), isinstance(why, OtherFormat))
+            return cls(path, None, str(why))
 
     @property
     def kind(self) -> str:
-        return self.manifest.kind if self.manifest is not None else ""
+        if self.manifest is None:
+            return ""
+        return DEMOTED if self.path.suffix == _DEMOTED else self.manifest.kind
 
     @property
     def step(self) -> int:
@@ -141,12 +124,10 @@ class Entry:
         return self.kind in (VERIFIED, CANDIDATE)
 
     @property
-    def age(self) -> tuple[int, int, str]:
-        """The tick, which never goes back, then step and name; without a manifest, the step in its name for both."""
-        if self.manifest is not None:
-            return self.manifest.tick, self.manifest.step, self.path.name
-        step = int(self.path.name.removeprefix("step-").partition(".")[0])
-        return step, step, self.path.name
+    def age(self) -> tuple[bool, int, int, str]:
+        """The tick, which never goes back, then step and name. Without a manifest it comes first, to be reported."""
+        tick = self.manifest.tick if self.manifest is not None else 0
+        return self.manifest is None, tick, self.step, self.path.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,27 +139,13 @@ class Saved:
 class Store:
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / CHECKPOINTS
-        self.doubtful: set[Path] = set()  # to be demoted, but the disk did not take that yet
 
     def entries(self) -> list[Entry]:
-        """List all checkpoints, the latest first; only manifests are read. One without a readable manifest comes before
-        all of the same or an earlier step, so that a resume reports it.
-        """
-        found: list[Entry] = []
+        """List all checkpoints, the latest first; only manifests are read."""
+        paths: list[Path] = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found += [self._entry(path) for path in self.path.iterdir() if _NAME.fullmatch(path.name)]
-        found.sort(key=lambda one: one.age, reverse=True)
-        entries = [one for one in found if one.manifest is not None]
-        for damaged in reversed([one for one in found if one.manifest is None]):
-            places = (at for at, one in enumerate(entries) if one.manifest is None or one.step <= damaged.age[1])
-            entries.insert(next(places, len(entries)), damaged)
-        return entries
-
-    def _entry(self, path: Path) -> Entry:
-        entry = Entry.of(path)
-        if path not in self.doubtful or entry.manifest is None:
-            return entry
-        return replace(entry, manifest=replace(entry.manifest, kind=DEMOTED))
+            paths += [path for path in self.path.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(map(Entry.of, paths), key=lambda one: one.age, reverse=True)
 
     def usable(self) -> list[Entry]:
         return [one for one in self.entries() if one.is_usable]
@@ -189,10 +156,9 @@ class Store:
         parts: Mapping[str, Any],
         exported: Mapping[str, torch.Tensor],
         memory: Mapping[str, Any],
-        examine: Callable[[Entry], None] = lambda written: None,
     ) -> Entry:
-        """Write a checkpoint, read it back, and commit it unless it differs or `examine` raises Damaged. Weights among
-        `exported`, the tensors for other programs, are not written twice.
+        """Write a checkpoint, read it back, and commit it unless it differs. Weights among `exported`, the tensors for
+        other programs, are not written twice.
         """
         usual = {name: one for name, one in exported.items() if one.dtype in NAMES}
         rest = {name: one for name, one in parts["weights"].items() if name not in usual}
@@ -209,11 +175,14 @@ class Store:
             manifest = replace(manifest, files=written)
             files.write_file(new / MANIFEST, [manifest.text().encode()])
             verify(new)
-            examine(Entry(new, manifest))
             path, number = self.path / f"step-{manifest.step:08}", 2
-            while path.exists():  # after a rewind a run comes to the same step again
+            while (
+                path.exists() or path.with_name(path.name + _DEMOTED).exists()
+            ):  # after a rewind a run comes to the same step again
                 path, number = self.path / f"step-{manifest.step:08}.{number}", number + 1
-            files.commit_directory(new, path)
+            files.sync_directory(new)
+            files.disk.rename(new, path)
+            files.sync_directory(self.path)
         except BaseException:
             with contextlib.suppress(OSError):
                 files.remove(new)
@@ -221,11 +190,9 @@ class Store:
         return Entry(path, manifest)
 
     @staticmethod
-    def load(
-        entry: Entry, device: torch.device, weights: Mapping[str, torch.Tensor], *, with_digests: bool = True
-    ) -> Saved:
+    def load(entry: Entry, device: torch.device, weights: Mapping[str, torch.Tensor]) -> Saved:
         """Verify a checkpoint and read it; `weights` are those of the model. Raises Damaged."""
-        manifest = verify(entry.path, with_digests=with_digests)
+        manifest = verify(entry.path)
         try:
             tree = load_tree(entry.path, device)
             exported = load_file(entry.path / WEIGHTS)
@@ -239,28 +206,14 @@ class Store:
                 return Saved({**parts, "weights": {**there, **rest}}, memory)
         raise Damaged("does not hold the state of a run")
 
-    @staticmethod
-    def mark(entry: Entry, kind: str) -> None:
-        assert entry.manifest is not None
-        files.commit_text(entry.path / MANIFEST, replace(entry.manifest, kind=kind).text())
-
-    def demote(self, since: int | None = None) -> None:
-        """Mark checkpoints after `since`, the newest step to trust, and those that could not be marked before. Raises
-        OSError after all of them if one could not be; to this store it is demoted all the same.
-        """
-        if since is not None:
-            self.doubtful |= {one.path for one in self.usable() if one.step > since}
-        trouble = None
-        for path in sorted(self.doubtful, reverse=True):
-            try:
-                if (entry := Entry.of(path)).is_usable:  # else it was removed meanwhile
-                    self.mark(entry, DEMOTED)
-                    log.info("the checkpoint %s is demoted: it is removed once a later one is verified", path.name)
-                self.doubtful.discard(path)
-            except OSError as error:
-                trouble = error
-        if trouble is not None:
-            raise trouble
+    def demote(self, since: int) -> None:
+        """Rename the checkpoints after `since`, the newest step to trust: that takes no room on a full disk."""
+        for one in self.usable():
+            if one.step > since:
+                with contextlib.suppress(FileNotFoundError):  # it was pruned meanwhile
+                    files.disk.rename(one.path, one.path.with_name(one.path.name + _DEMOTED))
+                log.info("the checkpoint %s is demoted: it is removed once a later one is verified", one.path.name)
+                files.sync_directory(self.path)
 
     def prune(self, keep: int, keep_every: int, reference: int | None = None) -> None:
         """Remove old checkpoints, and others once a newer one is verified; keep the newest until step `reference`."""
@@ -274,13 +227,11 @@ class Store:
             kept += [one for one in verified if one.step <= reference][:1]
         kept += [one for one in entries[: entries.index(verified[0])] if one.kind == CANDIDATE]
         for one in entries:
-            if one not in kept and not one.is_foreign:
+            if one not in kept:
                 with contextlib.suppress(OSError):  # it stays until the next time
                     hidden = files.temporary(one.path)  # an interrupted removal leaves no half checkpoint
                     files.disk.rename(one.path, hidden)
                     files.remove(hidden)
 
     def sweep(self) -> None:
-        files.sweep(self.path.resolve())  # it may be a link to another disk
-        for entry in self.entries():
-            files.sweep(entry.path)
+        files.sweep(self.path)

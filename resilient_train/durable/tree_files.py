@@ -1,11 +1,10 @@
 """Trees of tensors and plain values as two files: names, numbers and text, nothing that executes on loading.
 
-`tensors.safetensors` holds the tensors and arrays, named by their paths in the tree. `tree.json` holds the rest: null,
+`tensors.safetensors` holds the tensors and arrays, by number. `tree.json` holds the rest: null,
 booleans, integers, finite floats, text and lists as themselves, and all else as an object with one of these keys:
 
     {"dict": {"lr": 0.1}}   {"items": [[0, ...], ["a", ...]]}   {"tuple": [...]}   {"float": "nan"}   {"bytes": "AAE="}
-    {"complex": [0, 1]}   {"size": [10, 64]}
-    {"tensor": "weights/head.bias", "dtype": "float32", "shape": [10]}   {"array": "random", ...}
+    {"tensor": "0", "dtype": "float32", "shape": [10]}   {"tensor": "1", ..., "numpy": "array"}
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from resilient_train.core.tree import (
     with_home,
 )
 from resilient_train.data.trees import as_bytes, box_of
-from resilient_train.ground.files import Written, write_file
+from resilient_train.ground.files import write_file
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"
-NAMES = {  # of dtypes in safetensors
+NAMES = {  # of dtypes in safetensors; others (complex and future ones) are written as their bytes
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -76,11 +75,8 @@ Place = tuple[str | int, ...]  # the keys that lead to a node
 
 _PLAIN = (type(None), bool, int, str)
 
-# Other dtypes (complex, float8 and future ones) are written as their bytes.
-_COMMON = NAMES.keys() - {torch.float8_e4m3fn, torch.float8_e5m2}
 _NAMES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _DTYPES = {name: one for one, name in _NAMES.items() if re.match("bool|u?int|b?float|complex", name)}  # none quantized
-_ARRAY_DTYPE = re.compile(r"[<>|][biufcSU][1-9]\d{0,8}")  # no objects, no structures
 
 _CPU = torch.device("cpu")
 
@@ -105,8 +101,8 @@ class SerializedTree:
         self._tensors: dict[str, torch.Tensor] = {}
         self._text = json.dumps(self._node(tree, ()), allow_nan=False)
 
-    def write(self, directory: Path) -> dict[str, Written]:
-        tensors = {name: one if one.dtype in _COMMON else as_bytes(one) for name, one in self._tensors.items()}
+    def write(self, directory: Path) -> dict[str, dict[str, Any]]:
+        tensors = {name: one if one.dtype in NAMES else as_bytes(one) for name, one in self._tensors.items()}
         return {
             TENSORS: write_file(directory / TENSORS, chunks(tensors)),
             TREE: write_file(directory / TREE, [self._text.encode(), b"\n"]),
@@ -119,10 +115,6 @@ class SerializedTree:
             return node if math.isfinite(node) else {"float": repr(node)}
         if type(node) is bytes:
             return {"bytes": base64.b64encode(node).decode("ascii")}
-        if type(node) is complex:
-            return {"complex": [self._node(part, path) for part in (node.real, node.imag)]}
-        if type(node) is torch.Size:
-            return {"size": [*node]}
         if type(node) in (list, tuple):
             values = [self._node(value, (*path, number)) for number, value in enumerate(node)]
             return values if type(node) is list else {"tuple": values}
@@ -134,11 +126,15 @@ class SerializedTree:
         if type(node) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return self._tensor(node, path)
         if type(node) is np.ndarray or isinstance(node, np.generic):
-            return self._array(node, path)
+            try:
+                tensor = torch.from_numpy(np.array(node))
+            except TypeError as error:
+                raise _unfit(path, f"is a numpy array of {node.dtype}") from error
+            return self._tensor(tensor, path) | {"numpy": "array" if type(node) is np.ndarray else "scalar"}
         raise _unfit(path, f"is a {type(node).__module__}.{type(node).__qualname__}")
 
     def _tensor(self, tensor: torch.Tensor, path: Place) -> dict[str, Any]:
-        name, is_known = self._name(path), tensor.dtype in _DTYPES.values()
+        name, is_known = str(len(self._tensors)), tensor.dtype in _DTYPES.values()
         if tensor.layout is not torch.strided or tensor.is_meta or not is_known:
             raise _unfit(path, f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
         described: dict[str, Any] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
@@ -150,22 +146,6 @@ class SerializedTree:
             if tensor.permute(order).is_contiguous():
                 described["order"] = order
         return {"tensor": name, **described}
-
-    def _array(self, array: np.ndarray[Any, Any] | np.generic, path: Place) -> dict[str, Any]:
-        name, dtype = self._name(path), array.dtype.str
-        if not _ARRAY_DTYPE.fullmatch(dtype):
-            raise _unfit(path, f"is a numpy array of {array.dtype}")
-        kind = "array" if isinstance(array, np.ndarray) else "scalar"
-        self._tensors[name] = torch.from_numpy(np.array(array, order="C").reshape(-1).view(np.uint8))
-        return {kind: name, "dtype": dtype, "shape": list(array.shape)}
-
-    def _name(self, path: Place) -> str:
-        """Return the path as a unique name: 1 and "1", or a key with a slash, would give the same one."""
-        name = "/".join(map(str, path)).encode("utf-8", "replace").decode() or "tensor"
-        unique, number = name, 2
-        while unique in self._tensors or unique == "__metadata__":  # safetensors' own key
-            unique, number = f"{name}#{number}", number + 1
-        return unique
 
 
 class _Reading:
@@ -184,32 +164,22 @@ class _Reading:
                 return {key: self.node(value) for key, value in items}
             case {"tuple": list(values)}:
                 return tuple(self.node(value) for value in values)
-            case {"complex": [real, imaginary]}:
-                return complex(self.node(real), self.node(imaginary))
-            case {"size": list(sizes)}:
-                return torch.Size(sizes)
             case {"float": word}:
                 return float(word)
             case {"bytes": text}:
                 return base64.b64decode(text)
+            case {"tensor": name, "numpy": kind}:
+                array = self._tensor(name, node).numpy()
+                return array if kind == "array" else array[()]
             case {"tensor": name}:
-                return with_home(self._tensor(name, node), self._home(node))
-            case {"array": name}:
-                return self._array(name, node)
-            case {"scalar": name}:
-                return self._array(name, node)[()]
+                return with_home(self._tensor(name, node), self.device if "device" in node else None)
             case dict():
                 raise ValueError(f"it has an object it should not have, {node!r:.60}")
         return node
 
-    def _home(self, node: dict[str, Any]) -> torch.device | None:
-        if (kind := node.get("device")) not in (None, self.device.type):
-            raise ValueError(f"a tensor was on another kind of device, {kind!r:.60}")
-        return self.device if kind else None
-
     def _tensor(self, name: str, node: dict[str, Any]) -> torch.Tensor:
         dtype, shape, saved = _DTYPES[node["dtype"]], node["shape"], self.tensors.pop(name)
-        if dtype not in _COMMON:
+        if dtype not in NAMES:
             saved = saved.clone().view(dtype).reshape(shape)  # cloned, as its bytes may begin anywhere in the file
         if saved.dtype is not dtype or list(saved.shape) != shape:
             raise ValueError(f"{name} is {saved.dtype}{list(saved.shape)}, not {dtype}{shape!r:.60}")
@@ -217,13 +187,6 @@ class _Reading:
             return saved
         inverse = [order.index(place) for place in range(saved.dim())]
         return saved.permute(order).contiguous().permute(inverse)
-
-    def _array(self, name: str, node: dict[str, Any]) -> np.ndarray[Any, Any]:
-        if not _ARRAY_DTYPE.fullmatch(node["dtype"]):  # an object of Python's would be a pointer from the file
-            raise ValueError(f"{name} has a dtype that is not allowed, {node['dtype']:.60}")
-        saved = self.tensors.pop(name)
-        array: np.ndarray[Any, Any] = saved.reshape(-1).numpy().view(node["dtype"]).reshape(node["shape"]).copy()
-        return array
 
 
 def _unfit(path: Place, what: str) -> TypeError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from resilient_train.durable.journal import commit_json
 from resilient_train.durable.store import WEIGHTS, Manifest, verify
 from resilient_train.durable.tree_files import NAMES, chunks
 from resilient_train.durable.tree_files import gathered as gathered_tree
@@ -34,14 +34,10 @@ def gathered(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    files.commit(path, chunks(_usual(tensors, path)))
-
-
-def _usual(tensors: Mapping[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
-    """Leave out, and name, what a safetensors file cannot hold."""
+    """Write a safetensors file; leave out, and name, what it cannot hold."""
     if odd := [f"{name} ({str(one.dtype)[6:]})" for name, one in sorted(tensors.items()) if one.dtype not in NAMES]:
         log.warning("%s has no %s: safetensors have no such types; only checkpoints hold them", path, ", ".join(odd))
-    return {name: one for name, one in tensors.items() if one.dtype in NAMES}
+    files.commit(path, chunks({name: one for name, one in tensors.items() if one.dtype in NAMES}))
 
 
 @torch.no_grad()
@@ -82,9 +78,6 @@ class Best:
         self._pending: list[_Pending] = []  # two at most: the oldest one, and the best since
         self._loss = math.inf
         self.step = 0  # of the weights on disk; 0 if there are none, or their step is not known
-        if self.path.is_symlink():
-            log.warning("%s was a link: it is removed, and nothing is written where it led", self.path)
-            files.disk.unlink(self.path)
         files.sweep(self.path)
         match files.read_json(self.path / _BEST_METRICS):
             case {"loss": int() | float() as loss, "step": int(step)} if math.isfinite(loss):
@@ -109,7 +102,7 @@ class Best:
             files.sync_directory(self.path.parent)
         metrics = {"step": pending.step, **pending.metrics}
         files.commit(self.path / WEIGHTS, chunks(pending.tensors))
-        files.commit_text(self.path / _BEST_METRICS, json.dumps(metrics, indent=2) + "\n")
+        commit_json(self.path / _BEST_METRICS, metrics)
         self._loss, self.step = pending.metrics["loss"], pending.step
         with contextlib.suppress(ValueError):  # `distrust` has removed it meanwhile
             self._pending.remove(pending)

@@ -17,7 +17,7 @@ class TensorBoardWriter(Sink):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise unusable("tensorboard", "needs the package tensorboard: pip install tensorboard") from error
-        self._writer = SummaryWriter(directory)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(directory)
 
     def write(self, event: Mapping[str, Any]) -> None:
         write: Any = self._writer
@@ -31,7 +31,7 @@ class TensorBoardWriter(Sink):
         write.flush()
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 _SHOWN = ["signal", "cause", "culprit", "rows", "advice", "actions", "rewound_to", "steps_lost", "outcome"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import itertools
 import json
@@ -14,12 +13,11 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import yaml
 
-MOST_BYTES, _MOST_JSON, _MOST_YAML = 2**29, 2**26, 2**18  # bytes: no run writes more
 _TEMPORARY = ".resilient-tmp"
 _at_disk: dict[int, float] = {}  # by thread: since when it waits for the disk, on the monotonic clock
 
@@ -52,10 +50,10 @@ class Disk:
     """All calls that change the disk. Tests replace them to simulate a power cut at each one."""
 
     def create(self, path: Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
     def open(self, path: Path) -> int:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     @at_disk()
     def write(self, descriptor: int, data: memoryview, at: int) -> int:
@@ -85,13 +83,8 @@ class Disk:
 disk = Disk()
 
 
-class Written(NamedTuple):
-    size: int
-    sha256: str
-
-
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-    """Write a new file and sync it. Its name is durable only when its directory is synced, too."""
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file, sync it, and return its size and digest; its name is durable once its directory is synced."""
     digest, size = hashlib.sha256(), 0
     descriptor = disk.create(path)
     try:
@@ -101,7 +94,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
         disk.sync(descriptor)
     finally:
         os.close(descriptor)
-    return Written(size, digest.hexdigest())
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def write_all(descriptor: int, data: bytes | memoryview, at: int) -> int:
@@ -112,29 +105,21 @@ def write_all(descriptor: int, data: bytes | memoryview, at: int) -> int:
     return done
 
 
-def commit(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+def commit(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Replace a file durably: write next to it, sync, rename, sync the directory."""
     new = temporary(path)
     try:
-        written = write_file(new, chunks)
+        write_file(new, chunks)
         disk.rename(new, path)
     except OSError:
         with contextlib.suppress(OSError):
             disk.unlink(new)
         raise
     sync_directory(path.parent)
-    return written
 
 
 def commit_text(path: Path, text: str) -> None:
     commit(path, [text.encode("utf-8")])
-
-
-def commit_directory(new: Path, path: Path) -> None:
-    """Rename a directory, whose files are synced, durably."""
-    sync_directory(new)
-    disk.rename(new, path)
-    sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:
@@ -166,7 +151,7 @@ def is_left_over(name: str) -> bool:
 def sweep(directory: Path) -> None:
     """Remove temporary files that kills have left behind, as far as they can be removed."""
     with contextlib.suppress(OSError):
-        for path in [one for one in directory.iterdir() if is_left_over(one.name) and not directory.is_symlink()]:
+        for path in [one for one in directory.iterdir() if is_left_over(one.name)]:
             with contextlib.suppress(OSError):
                 remove(path)
 
@@ -185,39 +170,22 @@ def digest_of(tree: Any) -> str:
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file; None if it is missing or damaged."""
     try:
-        return json.loads(read_plain(path, most=_MOST_JSON).decode("utf-8"))
+        return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
 
 
-def read_plain(path: Path, last: int | None = None, most: int = MOST_BYTES) -> bytes:
-    """Read a file of at most `most` bytes, or its `last` bytes."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if last is not None:
-            file.seek(max(0, size - last))
-            return file.read(last)
-        if size > most:
-            raise OSError(errno.EFBIG, f"{size:,} bytes are more than such a file has", str(path))
-        return file.read(most)
-
-
 def load_yaml(path: Path) -> Any:
-    """Read a YAML file of bounded size. Raises OSError, ValueError, RecursionError or YAMLError."""
-    return yaml.safe_load(read_plain(path, most=_MOST_YAML).decode("utf-8"))
+    """Read a YAML file. Raises OSError, ValueError, RecursionError or YAMLError."""
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file; None if it is missing, damaged, or larger than any of ours."""
+    """Return the content of a YAML file; None if it is missing or damaged."""
     try:
         return load_yaml(path)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
-
-
-def open_to_append(path: Path) -> int:
-    """Open a file to append to it; create it if needed. Links are not followed."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 
 def available_memory() -> int:
@@ -226,24 +194,18 @@ def available_memory() -> int:
 
 
 def left_by_cgroups(process: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Yield the bytes that each cgroup of the process, and each one above it, still allows.
+    """Yield the bytes that each cgroup (version 2) of the process, and each one above it, still allows.
 
     psutil reads the files of the machine, which in a container are those of its host. In a container without a
     namespace the path is the host's and does not exist: then the mount itself is the container's own cgroup.
     """
-    groups: dict[Path, str] = {}  # with what the names of their counts begin
     with suppress(OSError):
-        for line in process.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "" or "memory" in controllers.split(","):  # version 2, or 1
-                place = Path(path.lstrip("/"))
-                root, prefix = (mount / "memory", "total_") if controllers else (mount, "")
-                groups |= {root / one: prefix for one in (place, *place.parents)}
-    for group, prefix in groups.items():
-        with suppress(OSError, ValueError):  # the kernel frees on demand what it has cached of files
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            cached = int(stat.get(f"{prefix}active_file", 0)) + int(stat.get(f"{prefix}inactive_file", 0))
-            used = int((group / ("memory.usage_in_bytes" if prefix else "memory.current")).read_text()) - cached
-            for name in ("memory.limit_in_bytes",) if prefix else ("memory.max", "memory.high"):
-                with suppress(OSError, ValueError):  # no such file, or `max`: no limit
-                    yield max(0, int((group / name).read_text()) - used)
+        own = [line.removeprefix("0::/") for line in process.read_text().splitlines() if line.startswith("0::/")]
+        for group in (mount / place for path in map(Path, own) for place in (path, *path.parents)):
+            with suppress(OSError, ValueError):  # the kernel frees on demand what it has cached of files
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                cached = int(stat["active_file"]) + int(stat["inactive_file"])
+                used = int((group / "memory.current").read_text()) - cached
+                for name in ("memory.max", "memory.high"):
+                    with suppress(OSError, ValueError):  # no such file, or `max`: no limit
+                        yield max(0, int((group / name).read_text()) - used)

@@ -114,7 +114,7 @@ class DiskConfig:
 T = TypeVar("T")
 
 _REFUSED = object()
-_BOOLEANS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
+_BOOLEANS = {"true": True, "false": False}  # as an environment variable is a text
 _NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", types.NoneType: "null"}
 _LIMITS = {"at_least": "at least", "above": "greater than", "at_most": "at most"}
 
@@ -224,7 +224,7 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
     if kind is str:
         value = str(value) if is_number and "as_is" not in limits else value  # a name such as 2024
         return value if isinstance(value, str) and value in limits.get("one_of", (value,)) else _REFUSED
-    if kind is bool and "as_is" not in limits:  # as environment variables and people write them
+    if kind is bool and "as_is" not in limits:
         return _BOOLEANS.get(str(value).lower(), _REFUSED)
     if getattr(kind, "__name__", "") == "Tensor":  # of torch, which is not imported here: no configuration gives one
         return _REFUSED

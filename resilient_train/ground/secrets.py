@@ -1,27 +1,22 @@
 """Masks secrets: `Masking` in all that is logged, `masked_tree` in all that is written.
 
-A value is secret by the name of its environment variable (HF_TOKEN, DB_PASSWORD) or setting (`api_key`), wherever it
-occurs. So are passwords and tokens in URLs, what stands after `password=`, and the tokens of a few services.
+A value is secret by the name of its environment variable (HF_TOKEN, DB_PASSWORD) or setting (`api_key`): under that
+name, and from 8 characters on wherever it occurs. So are passwords and tokens in URLs, what stands after `password=`,
+and the tokens of a few services.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
-from urllib.parse import quote, unquote
-
-from resilient_train.ground.types import Cause, Outcome, Signal
 
 MASK = "***"
 
-_LEAST = 4  # characters: shorter values occur in ordinary text as well
-_LONG = 12  # characters: shorter values may be part of another word or number
-_EVERYDAY = {"true", "false", "none", "null", "test", "auto", "default", *Signal, *Cause, *Outcome}
+_LEAST = 8  # characters: shorter values occur in ordinary text as well
 
 _NAMES = r"password|passwd|passphrase|secret|(?:api|access|account|private|secret|auth|signing|encryption)[_-]?key"
 _SETTING = re.compile(rf"(?i)(?:{_NAMES})$")
@@ -31,7 +26,7 @@ _LIKE_A_TOKEN = re.compile(r"(?!\d+$)[^\s<\[{|$]\S{7,}")  # unlike pad_token=<pa
 _PASSWORD_IN_URL = re.compile(  # repetitions are bounded and possessive: no text makes them take long
     r"""(://[^\s/@:?\#"'<>]{0,1000}+:)
     (?!\d{1,5}[/?\#,;)\]}])  # a port
-    (?P<password>[^\s@"'<>]{0,1000}+(?:@[^\s@/?\#"'<>]{0,64}+(?=@))*+)@""",
+    [^\s@"'<>]{0,1000}+(?:@[^\s@/?\#"'<>]{0,64}+(?=@))*+@""",
     re.VERBOSE,
 )
 _TOKEN_IN_URL = re.compile(r"""(https?://)[^\s/@:?#"'<>]{1,1000}+:?@""")
@@ -61,8 +56,8 @@ def masked(text: str) -> str:
     for name in os.environ:
         if _is_secret_variable(name):
             _remember(os.environ.get(name, ""))  # for good: a program may remove the variable
-    if _known:
-        text = _occurrences(frozenset(_known)).sub(MASK, text)
+    for value in sorted(_known, key=len, reverse=True):  # one may contain another
+        text = text.replace(value, MASK)
     text = _TOKEN_IN_URL.sub(rf"\1{MASK}@", text)
     text = _PASSWORD_IN_URL.sub(rf"\1{MASK}@", text)
     text = _NAMED.sub(rf"\1{MASK}", text)
@@ -77,25 +72,14 @@ def masked_tree(tree: Any, name: str = "") -> Any:
         case list() | tuple():
             return [masked_tree(one) for one in tree]
     if _is_secret(name, tree):
+        _remember(str(tree))
         return MASK
     return masked(tree) if isinstance(tree, str) else tree
 
 
-def learn(tree: Any, name: str = "") -> None:
+def learn(tree: Any) -> None:
     """Mask the secrets of a configuration wherever they occur from now on."""
-    match tree:
-        case Mapping():
-            for key, one in tree.items():
-                learn(one, str(key))
-        case list() | tuple():
-            for one in tree:
-                learn(one)
-        case _ if _is_secret(name, tree):
-            _remember(str(tree))
-        case str():
-            for found in _PASSWORD_IN_URL.finditer(tree):
-                _remember(found["password"])
-                _remember(unquote(found["password"]))
+    masked_tree(tree)
 
 
 class Masking(logging.Filter):
@@ -129,21 +113,5 @@ def _is_secret_variable(name: str) -> bool:
 
 
 def _remember(value: str) -> None:
-    is_ordinary = len(value) < _LEAST or MASK in value or value.lower() in _EVERYDAY
-    if not is_ordinary and not (os.path.isabs(value) and os.path.exists(value)):  # the file that holds the secret
+    if len(value) >= _LEAST and MASK not in value and not os.path.exists(value):  # the file that holds the secret
         _known.add(value)
-
-
-@lru_cache(maxsize=1)
-def _occurrences(values: frozenset[str]) -> re.Pattern[str]:
-    """Match the values as they are and as they may be quoted; long ones first, since one may contain another."""
-    forms = {*values}
-    for value in values:
-        forms |= {quote(value, safe=""), repr(value)[1:-1], json.dumps(value)[1:-1]}
-    return re.compile("|".join(map(_as_a_word, sorted(forms, key=len, reverse=True))))
-
-
-def _as_a_word(form: str) -> str:
-    """Match a short value only where it stands alone: 4711, but not in 2.4711."""
-    escaped = re.escape(form)
-    return escaped if len(form) >= _LONG else rf"(?<!\w)(?<!\d\.){escaped}(?!\w|\.\d)"

@@ -298,7 +298,6 @@ class ProcessIncident:
     rows: tuple[int, ...] = ()
     rewound_to: int | None = None
     steps_lost: int = 0
-    ranks: tuple[int, ...] = ()
 
 
 def kind_of(signal: Signal, diagnosis: Diagnosis) -> tuple[object, ...]:

@@ -336,15 +336,13 @@ def disk(given: DiskConfig | int | None, *, resumes: bool) -> DiskConfig:
     return made
 
 
-def data_may_differ(
-    data_changed: str, samples: Samples, incident_log: IncidentLog, world: World, is_own_loop: bool
-) -> bool:
-    """Say whether the data set may be another one than at the beginning. Raises ConfigError if it changed."""
+def check_data(data_changed: str, samples: Samples, incident_log: IncidentLog, world: World, is_own_loop: bool) -> None:
+    """Raise ConfigError if the data set has changed since the run began."""
     key = "data_changed" if is_own_loop else "run.data_changed"
     if data_changed not in ("refuse", "accept"):
         raise ConfigError(key, data_changed, "is not refuse or accept")
     if not samples.rows:
-        return False
+        return
     history, dataset = incident_log.run_history, samples.dataset  # type: ignore[attr-defined]
 
     def read() -> str:
@@ -358,7 +356,6 @@ def data_may_differ(
     if how:
         log.warning("data: the data set changed since the run began, and is used as it is: %s", how)
         history.data_sample = None  # it is sampled again
-    return bool(how) or data_changed == "accept"
 
 
 def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:

@@ -182,7 +182,7 @@ class Guard(EngineGuard):
         incidents = home.incident_log
         try:
             backend = Computation(model, unwrapped, measured, anomaly_mode, attributes)
-            may_differ = arguments.data_may_differ(data_changed, samples, incidents, world, is_own_loop)
+            arguments.check_data(data_changed, samples, incidents, world, is_own_loop)
             run = Run(
                 world=world,
                 clock=clock,
@@ -204,7 +204,6 @@ class Guard(EngineGuard):
                 planned=lambda: self.steps,
                 stop=stop,
                 settle=self.settle,
-                data_may_differ=may_differ,
                 extensions=several,
             )
             if measured is not None:

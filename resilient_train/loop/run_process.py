@@ -122,7 +122,7 @@ class RunProcess:
             if snapshot is not None:
                 self._keeper.save_alone(snapshot)
 
-        parts.world.main_before_others(leave)
+        parts.world.on_main(leave)
         what = f"{say(evidence)} in update {since + 1}: the run ends before weights drift apart"
         onward = "; the same command resumes from the newest verified state" if since else ""
         self._end(RanksDiffer(what + onward))

@@ -31,7 +31,6 @@ class Run(RunParts):
     planned: Callable[[], int | None]  # the steps that the run plans, if that is known
     stop: Callable[[], bool]  # whether it was asked to stop
     settle: Callable[[], bool]  # waits for the verdict on the newest update
-    data_may_differ: bool  # from that which the run began with
     keeper: CheckpointKeeper = field(init=False)
     # From when all extensions are built.
     controls: Controls = field(init=False)

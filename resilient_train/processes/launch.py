@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from resilient_train.ground.errors import ConfigError, unusable
 
-_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # Accelerate reads these
-
 _ITS_OWN_UPDATES = "{} is not supported yet: it makes its updates itself, where none can be refused. {}"
 _INSTEAD = "For a model that does not fit on one device take accelerate.fsdp=true"
 
@@ -31,11 +29,6 @@ def refuse_what_is_not_supported(environment: Mapping[str, str] = os.environ) ->
     for name, why in _ENGINES.items():
         if environment.get(name, "").lower() in ("true", "1", "yes"):
             raise ConfigError(name, environment[name], why)
-    is_single = "ACCELERATE_USE_CPU" in environment and not any(name in environment for name in _SIZES)
-    if is_single and environment.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:  # which it sets for several processes only
-        why = "several processes were asked for, and on CPUs it starts one. Use torchrun --nproc_per_node N "
-        why += "-m resilient_train accelerate.cpu=true; for one process, unset MASTER_ADDR and MASTER_PORT"
-        raise unusable("accelerate launch", why)
 
 
 def refuse_devices(*, has_device: bool, gpus: int) -> None:

@@ -12,8 +12,6 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-import psutil
-
 from resilient_train.ground.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -101,12 +99,8 @@ def code_for_agent(code: int) -> int:
 
 def exit_on_request() -> None:
     """Let a request to stop end this process at once, while nothing has begun that has to be finished."""
-    mine = os.getpid()
 
     def leave(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != mine:  # a forked worker ends like any process
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
         with suppress(Exception):  # it may be in the middle of a line
             sys.stdout.flush()
         os._exit(code_for_agent(75))
@@ -125,11 +119,9 @@ def exit_with_agent() -> None:
     """Let the kernel end this process as soon as the elastic agent that started it has ended, however it did."""
     if _AGENT not in os.environ:  # other parents may start a run from a thread that ends first, or want it to stay
         return
-    parent, is_agent = os.getppid(), False
-    with suppress(OSError):  # process 1 is the agent in a container; elsewhere the system's, which adopts orphans
-        is_agent = parent != 1 or "python" in os.readlink("/proc/1/exe")
+    parent = os.getppid()
     exit_with_parent()
-    if os.getppid() != parent or not is_agent:  # it had ended before the kernel was asked
+    if os.getppid() != parent:  # it had ended before the kernel was asked
         os._exit(1)
 
 
@@ -137,16 +129,3 @@ def exit_with_parent(worker: int = 0) -> None:
     """Let the kernel end this process as soon as the thread that started it has ended. Only Linux can."""
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def has_lost_sibling() -> bool:
-    """Say whether fewer processes are left on this host than the agent started: that is why it asks to stop."""
-    started = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if _AGENT not in os.environ or not started.isdigit():
-        return False
-    alive = 0
-    with suppress(psutil.Error, OSError):
-        for child in psutil.Process(os.getppid()).children():
-            with suppress(psutil.Error):
-                alive += child.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return 0 < alive < int(started)

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,7 +17,7 @@ from resilient_train.processes.process_exit import StopRequests, code_for_agent
 
 _LOOK_S = 0.5
 _REPORT_S = 3.0  # to write down where it hangs, and to begin to save what can be saved
-_LATE_S = 1.0  # if a look comes so much later, the process was stopped, as by `docker pause`: that time does not count
+_LATE_S = 1.0  # if a look comes so much later, the process was stopped, as by `docker pause`: limits begin again
 
 
 class Phase(StrEnum):
@@ -52,8 +51,7 @@ class Watchdog:
         self._saving_since, self._report = saving_since, report
         self._phase, self._since = Phase.START, time.monotonic()
         self._main = threading.main_thread().ident
-        # Of late looks, when they came, and the seconds that do not count: code that keeps Python's lock makes many.
-        self._stopped = deque[tuple[float, float]](maxlen=10_000)
+        self._woke = 0.0  # after it was stopped
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -73,7 +71,7 @@ class Watchdog:
         while not self._over.wait(_LOOK_S):
             before, looked = looked, time.monotonic()
             if looked - before > _LOOK_S + _LATE_S:
-                self._stopped.append((looked, looked - before - _LOOK_S))
+                self._woke = looked
             hang = self._hang()
             if hang is not None and not self._over.is_set():
                 self._end(hang)
@@ -82,9 +80,7 @@ class Watchdog:
         now = time.monotonic()
 
         def lasts(since: float | None) -> float:
-            if since is None:
-                return 0.0
-            return max(0.0, now - since - sum(seconds for at, seconds in self._stopped if at > since))
+            return 0.0 if since is None else now - max(since, self._woke)
 
         waiting = at_disk_since(self._main)
         if waiting is not None:  # it has its own limit below, and does not count for an update

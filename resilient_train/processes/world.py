@@ -33,14 +33,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.utils.checkpoint import checkpoint
 
 from resilient_train.core.tree import is_sharded, local_part, sharding_of
-from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of, unusable
+from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of
 from resilient_train.ground.reader import AccelerateConfig
 from resilient_train.ground.wording import counted
 from resilient_train.processes import launch
 
 T = TypeVar("T")
-
-_ROWS = (nn.ModuleList, nn.Sequential)
 
 
 def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, world: int) -> str:
@@ -48,15 +46,11 @@ def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, w
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if scalars := [name for name, weight in model.named_parameters() if not weight.dim()]:
-        why = f"cannot spread {scalars[0]}, which is a single number: make it a vector of one, torch.zeros(1)"
-        raise ConfigError("accelerate.fsdp", True, why)
     mesh = init_device_mesh(device.type, (world,))
     found = blocks(model, names)
-    counts = _counts(found)  # before their classes are replaced
     for block in [*found, model]:
         fully_shard(block, mesh=mesh)
-    return f"FSDP2 over {world} processes ({counts or 'as one block'})"
+    return f"FSDP2 over {world} processes ({counted(len(found), 'block')}, named in accelerate.blocks or by the model)"
 
 
 def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
@@ -71,23 +65,17 @@ def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
         raise ConfigError("accelerate.activation_checkpointing", True, why)
     for block in found:
         block.forward = _checkpointed(block.forward)
-    return f"activations of {_counts(found)} are recomputed in the backward"
+    return f"activations of {counted(len(found), 'block')} are recomputed in the backward"
 
 
 def blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
-    """Return the parts that a model repeats, none within another. Without `names`: those that a model of transformers
-    names, else layers of several modules, whose class occurs at least twice.
+    """Return the modules of these classes, none within another. Without `names`: of those that the model itself names,
+    as models of transformers do.
     """
-    named = set(names if names is not None else getattr(model, "_no_split_modules", None) or ())
+    classes = set(names if names is not None else getattr(model, "_no_split_modules", None) or ())
     kinds = {type(one).__name__ for one in model.modules()}
-    if names is not None and (unknown := sorted(named - kinds)):
+    if names is not None and (unknown := sorted(classes - kinds)):
         raise ConfigError("accelerate.blocks", list(names), f"{unknown[0]} is no class of a module of this model")
-    classes = named & kinds
-    if not classes:
-        layers = [layer for one in model.modules() if isinstance(one, _ROWS) for layer in one]
-        composed = [one for one in layers if not isinstance(one, _ROWS) and len([*one.children()]) > 1]
-        counts = Counter(type(one).__name__ for one in composed if any(True for _ in one.parameters()))
-        classes = {name for name, count in counts.items() if count > 1}
     found: dict[nn.Module, None] = {}  # a set in order
 
     def look(module: nn.Module) -> None:
@@ -111,16 +99,10 @@ def _checkpointed(forward: Any) -> Any:
     return recomputed
 
 
-def _counts(found: Sequence[nn.Module]) -> str:
-    kinds = Counter(type(one).__name__ for one in found)
-    return " and ".join(f"{count} x {name}" for name, count in kinds.items())
-
-
 _GONE = re.compile(  # gloo, NCCL and the store
     r"closed by peer|reset by peer|Broken pipe|Socket closed|Connection refused|Connection timed out|got 0 bytes"
     r"|Timed out waiting|remote process exit|ncclRemoteError|ncclSystemError|communicator was aborted|Watchdog caught"
 )
-_DONE, _WAIT_FOR_MAIN_S = "resilient_train/main_is_done", 120.0  # a key of the group's store
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -195,9 +177,6 @@ class World:
             )
         except Exception as error:  # a rendezvous that fails, a device that is not there
             raise TrainError(f"the processes of the run cannot be joined: {in_one_line(error)}") from error
-        if accelerator.num_processes != (launched := int(os.environ.get("WORLD_SIZE", "1"))):
-            why = f"{launched} processes were launched, but the run has {accelerator.num_processes}"
-            raise unusable("WORLD_SIZE", f"{why}: start them with torchrun")
         # `accelerate launch` sets its own number in the environment, which would silently take precedence.
         accelerator.gradient_accumulation_steps = config.gradient_accumulation_steps
         if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
@@ -282,20 +261,6 @@ class World:
             raise result[1]
         return result[0]  # type: ignore[no-any-return]
 
-    def main_before_others(self, do: Callable[[], None]) -> None:
-        """Do something on rank 0 while the others wait, without a collective: the ranks may not agree on what to do."""
-        if self.size == 1:
-            return do()
-        store = torch.distributed.distributed_c10d._get_default_store()
-        if not self.is_main:
-            with contextlib.suppress(torch.distributed.DistError, RuntimeError):
-                store.wait([_DONE], timedelta(seconds=_WAIT_FOR_MAIN_S))
-            return None
-        try:
-            do()
-        finally:
-            store.set(_DONE, "1")
-
     def leave(self) -> None:
         """Leave the group, all together. Nothing may keep it alive: gloo's threads would abort who exits first."""
         if self.size > 1:
@@ -353,7 +318,6 @@ def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> st
     by looking again and again: a wait in C, as for a key, would hear no request to stop.
     """
     deadline = time.monotonic() + patience.total_seconds()
-    answered: dict[int, bytes] = {}
 
     def pause(missing: int) -> None:
         if time.monotonic() > deadline:
@@ -371,12 +335,8 @@ def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> st
         agents.add(f"{_PREFIX}/joined/{name}", 1)
     while (joined := agents.add(f"{_PREFIX}/joined/{name}", 0)) < size - 1:
         for other in range(1, size) if rank == 0 else ():
-            if not agents.check([f"{_PREFIX}/asks/{other}"]):
-                continue
-            word_of_other = agents.get(f"{_PREFIX}/asks/{other}")
-            if word_of_other != answered.get(other):  # if it is an earlier process's, this rank will ask again
-                answered[other] = word_of_other
-                agents.set(f"{_PREFIX}/answer/{word_of_other.decode()}", name)
+            if agents.check([asks := f"{_PREFIX}/asks/{other}"]):  # if it is an earlier process's, it will ask again
+                agents.set(f"{_PREFIX}/answer/{agents.get(asks).decode()}", name)
         pause(missing=size - 1 - joined)
     return name
 

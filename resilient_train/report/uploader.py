@@ -17,7 +17,6 @@ from pathlib import Path
 from resilient_train.durable.endings import CONFIG, LOOP, last_sign_ms
 from resilient_train.durable.incident_log import INCIDENTS
 from resilient_train.durable.journal import BEGAN, METRICS, OUTBOX, entries
-from resilient_train.ground.files import MOST_BYTES
 from resilient_train.ground.sentences import NOTE
 from resilient_train.ground.types import fact
 from resilient_train.ground.wording import fill, printable, say, tags
@@ -84,7 +83,7 @@ class Uploader:
     def _upload_files(self, run: MlflowRun) -> None:
         for name in _AS_THEY_ARE:
             file = self.run_dir / name  # of a directory that somebody else made it may be anything
-            if file.is_file() and not file.is_symlink() and file.stat().st_size <= MOST_BYTES:
+            if file.is_file() and not file.is_symlink():
                 run.send(run.client.log_artifact, str(file))
 
 

@@ -15,12 +15,10 @@ from command import Outcome, command
 from kills import incidents as listed
 from kills import left_overs
 
-from resilient_train.core.checks import Checks, Finding
 from resilient_train.durable import store as manifests
 from resilient_train.durable import writer
 from resilient_train.durable.journal import read
 from resilient_train.durable.store import Store
-from resilient_train.ground.types import Anomaly, Signal, Vitals
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 
@@ -43,8 +41,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer keeps away from a failing disk for seconds, and the runs here last no longer."""
-    monkeypatch.setattr(writer, "_FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(writer, "_LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(writer, "_PAUSE_S", 0.05)
 
 
 def fill(disk: Path, leave: int = 0) -> None:
@@ -151,31 +148,3 @@ def test_a_disk_that_stays_full(monkeypatch: pytest.MonkeyPatch, run_command: co
     assert again.code == 0, again.stderr
     assert f"resumes from step {step}" in again.stdout + again.stderr
     assert saved(disk / "run") == [110]
-
-
-def test_what_a_full_disk_keeps_from_being_demoted_is_demoted_later(
-    monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path
-) -> None:
-    """All checkpoints that an anomaly reaches back behind: once there is room, no process resumes from one of them."""
-    judge, seen = Checks.judge, dict[str, list[int]]()
-
-    def judged(checks: Checks, vitals: Vitals) -> Finding:
-        found = judge(checks, vitals)
-        late = Anomaly(Signal.DIVERGENCE, vitals.step + 1, vitals.tick, 12)
-        return Finding(late) if vitals.tick == 45 else found
-
-    def bad() -> list[int]:
-        return [one.step for one in Store(disk / "run").usable() if one.step > 12 and one.age[0] < 45]
-
-    def free() -> None:
-        seen["full"] = bad()
-        (disk / "ballast").unlink()
-
-    monkeypatch.setattr(Checks, "judge", judged)
-    each = dict[int, Callable[[], Any]].fromkeys(range(1, 40), int)  # no checkpoint is left out as the writer is busy
-    At(monkeypatch, each | {40: lambda: fill(disk), 60: free, 75: lambda: seen.update(then=bad())})
-    outcome = train(run_command, disk, 90, "checkpoint.disk.keep=5")
-    assert outcome.code == 0, outcome.stderr
-    assert seen == {"full": [30, 20], "then": []}
-    assert "damage could not be demoted: No space left on device" in outcome.stdout + outcome.stderr
-    assert ("disk_full", "recovered") in incidents(disk / "run")

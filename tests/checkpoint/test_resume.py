@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from command import MINE, Outcome, command
 from kills import Nursery, after, at_save, at_tick, checkpoints, incidents, killed, left_overs, summary, taken_up_at
-from paused_run import held_at, is_held
 from torch import Tensor, nn
 
 from resilient_train.core.checks import Checks, Finding
@@ -75,25 +74,6 @@ def test_whenever_it_is_killed_the_same_command_goes_on(nursery: Nursery, unharm
     assert {one.name for one in run_dir.iterdir()} == {*usual}
     assert len(checkpoints(run_dir)) <= KEEP + 1
     assert all(one["cause"] == "process" for one in incidents(run_dir))
-
-
-def test_samples_are_not_blamed_for_kills_up_to_the_first_update_after_a_start(nursery: Nursery) -> None:
-    """Who is killed in an update, and then before the first update of the next start, met those samples once.
-
-    To compile takes minutes in which processes are preempted, whatever the samples of the first update.
-    """
-    run_dir, own = nursery.place / "preempted", [*DIGITS, *DISK, "run.steps=120", "run.dir=preempted"]
-    assert nursery.struck(signal.SIGKILL, run_dir, 70, *own, hold=80) == -signal.SIGKILL
-    for where in ("before", "in"):
-        with held_at(nursery.place, 0, where):
-            started = nursery.start(*own)
-            assert started.until(lambda: is_held(nursery.place))
-            started.strike(signal.SIGKILL)
-            assert started.wait() == -signal.SIGKILL
-    last = nursery.run(*own)
-    assert last.code == 0, last.output
-    assert [one for one in incidents(run_dir) if one["rows"] or one["actions"] != [{"remedy": "go_on"}]] == []
-    assert summary(run_dir)["steps"] == 120
 
 
 def diverges(model: nn.Module, batch: Any) -> Tensor:

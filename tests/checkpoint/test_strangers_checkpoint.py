@@ -14,7 +14,6 @@ from command import Outcome, command, train
 from forged_checkpoints import CPU, seal
 from safetensors.torch import load_file
 
-from resilient_train.command.build import parameter_groups
 from resilient_train.durable.resume import explain_mismatch
 from resilient_train.durable.store import MANIFEST, WEIGHTS, Damaged, Entry, Store
 from resilient_train.durable.tree_files import TENSORS, TREE, SerializedTree, load_tree
@@ -89,9 +88,8 @@ OF_ANOTHER_RUN: dict[str, Attack] = {
     "a weight of another shape": tree(
         lambda parts: parts["weights"].update({next(iter(MLP().state_dict())): torch.zeros(3)})
     ),
-    "a buffer from nowhere": tree(lambda parts: parts["buffers"].update({"other.buffer": torch.zeros(1)})),
     "a part too many": tree(lambda parts: parts.update({"kept.other": 1})),
-    "a group too few": tree(lambda parts: parts["optimizer.0"]["groups"].pop()),
+    "a group too many": tree(lambda parts: parts["optimizer.0"]["groups"].append({})),
     "another optimizer": tree(lambda parts: parts.update({"optimizer.0": {"x": 1}})),
 }
 
@@ -108,9 +106,7 @@ def test_the_state_of_another_run_does_not_fit(run_dir: Path, what: str) -> None
     entry, known = Store(run_dir).entries()[0], load_file(run_dir / WEIGHTS)
     live = pickle.loads(pickle.dumps(Store.load(entry, CPU, known).parts))  # our own: it lets go of the files
     OF_ANOTHER_RUN[what](run_dir, entry.path)
-    model = MLP()
-    optimizer = torch.optim.AdamW(parameter_groups(model, no_decay=["1d"]))
-    why = explain_mismatch(live, Store.load(Entry.of(entry.path), CPU, known).parts, model, [optimizer])
+    why = explain_mismatch(live, Store.load(Entry.of(entry.path), CPU, known).parts)
     assert why
     assert len(why.splitlines()) == 1
 
@@ -148,33 +144,3 @@ def test_no_file_of_the_run_is_executed(run_dir: Path, run_command: command) -> 
 
     outcome = attacked(run_dir, run_command, attack)
     assert "resumes from step 20" in outcome.stdout + outcome.stderr
-
-
-WRITTEN = ("config.yaml", "summary.json", "incidents.jsonl", "weights.safetensors", "progress", "mlflow.json")
-
-
-@pytest.mark.parametrize("names", [WRITTEN, ("journal.jsonl",), (".lock",), ("train.log",)], ids=lambda one: one[0])
-def test_nothing_is_written_through_a_link(
-    run_dir: Path, run_command: command, tmp_path: Path, names: tuple[str, ...]
-) -> None:
-    """A stranger's link to somebody's file leaves that file as it is."""
-    theirs = tmp_path / "precious"
-    theirs.write_text("precious\n")
-    for name in names:
-        (run_dir / name).unlink(missing_ok=True)
-        (run_dir / name).symlink_to(theirs)
-    outcome = train(run_command, run_dir, 21)
-    assert "Traceback" not in outcome.stdout + outcome.stderr
-    assert outcome.code == 0 or names != WRITTEN, "each of them is written by a run that ends"
-    assert theirs.read_text() == "precious\n"
-
-
-def test_no_checkpoint_is_read_or_marked_through_a_link(run_dir: Path, run_command: command) -> None:
-    """A demotion would write to where it leads."""
-
-    def attack(run_dir: Path, newest: Path) -> None:
-        newest.rename(run_dir.parent / "elsewhere")
-        newest.symlink_to(run_dir.parent / "elsewhere")
-
-    outcome = attacked(run_dir, run_command, attack)
-    assert "is a link, not a directory" in outcome.stdout + outcome.stderr

@@ -82,7 +82,7 @@ ODD: dict[str, Any] = {
         *("", "é\ud800\0\n", b"", b"\xff\0"),
     ],
     "not finite": (math.nan, math.inf, -math.inf),
-    "empty": [[], (), {}, torch.empty(0, 3), np.empty((0, 2**40)), np.empty((2, 0), dtype="<U3")],
+    "empty": [[], (), {}, torch.empty(0, 3), np.empty((0, 2**40))],
     "keys": {0: "int", "0": "str", -1: {1: torch.zeros(1)}, "a/b": torch.ones(1), "a": {"b": torch.zeros(1)}, "": 1},
     "look alikes": {1: torch.ones(1), "1": torch.zeros(1), "__metadata__": torch.ones(1), "\ud800": torch.ones(3)},
     "the same word": {"tensor": "x", "dtype": "y", "shape": [1]},
@@ -105,8 +105,8 @@ ODD: dict[str, Any] = {
     ],
     "unaligned": {"one": torch.ones(1, dtype=torch.int8), "two": torch.tensor([1 + 2j, 3]), "three": np.arange(3.0)},
     "arrays": [
-        *(np.arange(6).reshape(2, 3).T, np.arange(6)[::2], np.arange(4, dtype=">i2"), np.array([True, False])),
-        *(np.array(["ab", "c"]), np.array([b"ab", b"c"]), np.array([1 + 2j]), np.asfortranarray(np.eye(3))),
+        *(np.arange(6).reshape(2, 3).T, np.arange(6)[::2], np.array([True, False])),
+        *(np.array([1 + 2j]), np.asfortranarray(np.eye(3))),
     ],
     "generators": [
         random.Random(3).getstate(),
@@ -159,7 +159,8 @@ class Pair(NamedTuple):
         ([Pair(1)], "Pair"),
         ([torch.eye(2).to_sparse()], "[0] is a torch.sparse_coo tensor"),
         ([torch.empty(2, device="meta")], "meta"),
-        ([np.array([object()])], "[0] is a numpy array of object"),
+        *(([np.array([one])], "[0] is a numpy array of ") for one in (object(), "text")),
+        ([1j], "[0] is a builtins.complex"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,8 +1,7 @@
-"""Data that changed under its name since a run began, and a list of rows in quarantine that was damaged."""
+"""Data that changed under its name since a run began."""
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from contextlib import closing
@@ -16,7 +15,7 @@ from guarded import guard_over, mse, sums
 from guarded import trained as train
 
 from resilient_train import Guard
-from resilient_train.extensions.quarantine import QUARANTINE, RowsLeftOut
+from resilient_train.extensions.quarantine import RowsLeftOut
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.reader import DiskConfig
 
@@ -45,7 +44,7 @@ def test_data_that_changed_is_refused_or_accepted(tmp_path: Path) -> None:
         assert trained(tmp_path / f"{number}", 50, other, data_changed="accept").clock.step == 50
         again = trained(tmp_path / f"{number}", 60, other)
         assert again.clock.step == 60
-        assert set(again._controls.extension(RowsLeftOut)._list.rows) <= set(bad)
+        assert set(again._controls.extension(RowsLeftOut).rows) <= set(bad)
 
 
 def test_the_same_data_is_never_refused(tmp_path: Path) -> None:
@@ -65,21 +64,6 @@ def test_the_same_data_is_never_refused(tmp_path: Path) -> None:
     for steps in (20, 40):
         assert trained(tmp_path / "same", steps, sums()).clock.step == steps
         assert trained(tmp_path / "noisy", steps, Noisy()).clock.step == steps
-
-
-def test_a_flipped_bit_in_a_digest_is_damage_of_the_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The data is right, so the run resumes, with the same rows in quarantine: the journal knows them as well."""
-    data = sums(bad=(7, 450))
-    assert set(trained(tmp_path / "run", 40, data)._controls.extension(RowsLeftOut)._list.rows) == {7, 450}
-    file = tmp_path / "run" / QUARANTINE
-    digests = json.loads(file.read_text())["data"]["digests"]
-    flipped = next(digest for digest in digests.values() if digest)
-    file.write_text(file.read_text().replace(flipped, chr(ord(flipped[0]) ^ 1) + flipped[1:]))
-    resumed = trained(tmp_path / "run", 60, data)
-    assert resumed.clock.step == 60
-    assert set(resumed._controls.extension(RowsLeftOut)._list.rows) == {7, 450}
-    assert "is renamed: is damaged" in caplog.text
-    assert set(trained(tmp_path / "run", 80, data)._controls.extension(RowsLeftOut)._list.rows) == {7, 450}
 
 
 PROGRAM = """

@@ -72,7 +72,7 @@ def test_rows_that_end_the_process_are_put_away_within_the_budget() -> None:
     guard = guarded(adamw, At("none"), recovery={**SKIP, "budget": {"rows": 1}})
     for row in (5, 6):
         guard._parts.leave_out([row], fact("died_twice", rows=[row]), row)
-    assert sorted(guard._controls.extension(RowsLeftOut)._list.rows) == [5]
+    assert sorted(guard._controls.extension(RowsLeftOut).rows) == [5]
 
 
 @pytest.mark.parametrize(

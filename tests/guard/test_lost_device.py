@@ -15,7 +15,7 @@ from guarded import trained as train
 from torch import nn
 from torch.nn import functional as F
 
-from resilient_train.extensions import lost_device
+from resilient_train.extensions import exceptions, lost_device
 from resilient_train.loop import reporter
 from resilient_train.loop.guard import Guard
 

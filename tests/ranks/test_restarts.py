@@ -21,10 +21,6 @@ from launched import Launched
 from paused_run import held_at
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from resilient_train.durable import progress
-from resilient_train.durable.progress import Hung
-from resilient_train.ground.types import fact
-from resilient_train.ground.wording import say
 from resilient_train.processes.process_exit import exit_on_request
 from resilient_train.processes.world import attempt_name, join
 from resilient_train.zoo.data import digits
@@ -161,44 +157,8 @@ def test_an_agent_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- stopped
 
 
-def waits(rank: int) -> Hung:
-    return Hung(rank, fact("text", text="waits"), False)
-
-
-def hangs_itself(rank: int) -> Hung:
-    return Hung(rank, fact("text", text="stands in mine.py:3"), True)
-
-
-@pytest.mark.parametrize(
-    ("noted", "size", "told"),
-    [
-        ([waits(0), waits(1)], 2, "waits"),
-        ([waits(0), hangs_itself(1)], 2, "rank 1: stands in mine.py:3"),
-        ([waits(0)], 2, "rank 1 did not respond, and the others waited: waits"),
-        ([waits(1), waits(3)], 4, "ranks 0 and 2 did not respond, and the others waited: waits"),
-        ([hangs_itself(0)], 2, "rank 0: stands in mine.py:3"),
-        ([waits(0)], 12, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not respond, and the others waited: waits"),
-    ],
-)
-def test_who_is_to_blame_for_a_hang(noted: list[Hung], size: int, told: str) -> None:
-    """Who stands in the user's code, else who says nothing; those that only wait are never named."""
-    assert say(progress.who_hung(noted, size)) == told
-
-
-def test_what_ranks_note_of_a_hang_is_found_and_taken_away(tmp_path: Path) -> None:
-    """Whatever else lies there; a directory that this host does not have is an OSError."""
-    for one in (hangs_itself(10), waits(2)):
-        progress.leave(tmp_path, one)
-    (tmp_path / "hung.rank3.json").write_text('{"rank": 3')
-    with pytest.raises(FileNotFoundError):
-        progress.leave(tmp_path / "elsewhere", waits(1))
-    assert progress.found(tmp_path, Hung) == [waits(2), hangs_itself(10)]
-    progress.clear(tmp_path, Hung)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_rank_that_does_not_go_on_is_noticed_and_the_run_is_started_again(tmp_path: Path) -> None:
-    """The next start tells it, once and by the rank's name."""
+    """The agent kills it, and for the next start that is a crash."""
     run_dir = tmp_path / "run"
     arguments = [*OWN, "run.dir=run", "run.steps=1000000", "run.step_timeout=5"]
     with Launched(tmp_path, 2, *arguments, restarts=2, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1") as launched:
@@ -210,11 +170,8 @@ def test_a_rank_that_does_not_go_on_is_noticed_and_the_run_is_started_again(tmp_
         os.kill(launched.ranks()[0], signal.SIGTERM)
         assert launched.wait() == 0, launched.output
     assert summary(run_dir)["exit_code"] == 75
-    assert [one["signal"] for one in incidents(run_dir)] == ["hang"]
-    (opened,) = in_journal(run_dir, "incident_treated")
-    assert opened["incident"]["evidence"][0]["hung"][0]["ranks"] == [0]
+    assert [one["signal"] for one in incidents(run_dir)] == ["crash"]
     assert left_overs(run_dir) == []
-    assert not list(run_dir.glob("hung.*"))
 
 
 # ------------------------------------------------------------------------------------------------------------ failing

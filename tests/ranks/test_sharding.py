@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from resilient_train.command import checkpoints
 from resilient_train.data.samples import Slicing
 from resilient_train.ground.errors import ConfigError
-from resilient_train.processes.world import blocks, shard
+from resilient_train.processes.world import blocks
 from resilient_train.zoo.models import MLP
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "accelerate.cpu=true", "tracking=none"]
@@ -59,6 +60,8 @@ class Block(nn.Module):
 
 
 class Repeats(nn.Module):
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.embedding, self.layers = nn.Linear(4, 4), nn.ModuleList(layers)
@@ -68,29 +71,19 @@ class Repeats(nn.Module):
     ("model", "names", "count"),
     [
         (Repeats(Block(), Block(), Block()), None, 3),
-        (Repeats(Block()), None, 0),
-        (Repeats(nn.Linear(4, 4), nn.Linear(4, 4)), None, 0),
         (Repeats(nn.Linear(4, 4), nn.Linear(4, 4)), ["Linear"], 3),
         (Repeats(Block(Block()), Block(Block())), None, 2),
-        (nn.Sequential(Block(), nn.Linear(4, 4), Block()), None, 2),
+        (nn.Sequential(Block(), nn.Linear(4, 4), Block()), None, 0),
     ],
 )
-def test_blocks_are_what_a_model_repeats(model: nn.Module, names: list[str] | None, count: int) -> None:
-    """Layers of lists and sequences that come twice and are made of several; none within another."""
+def test_blocks_are_what_the_model_or_the_user_names(model: nn.Module, names: list[str] | None, count: int) -> None:
+    """None of them within another."""
     assert len(blocks(model, names)) == count
 
 
 def test_an_unknown_class_of_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"accelerate\.blocks.*Bock is no class"):
         blocks(Repeats(Block()), ["Bock"])
-
-
-def test_a_weight_that_is_a_single_number_is_refused() -> None:
-    """Torch would say so on every rank, and an agent would try it again."""
-    model = Block()
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ConfigError, match=r"accelerate\.fsdp.*scale, which is a single number"):
-        shard(model, None, torch.device("cpu"), 2)
 
 
 # Real processes.

@@ -82,13 +82,3 @@ def test_a_full_disk_is_waited_for_in_memory_and_said_once(
     assert box.close(30)
     assert read(tmp_path / OUTBOX) == [("metrics", tick) for tick in range(5)]
     assert len(caplog.messages) == 1
-
-
-def test_a_disk_that_stays_full_bounds_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "disk", Full())
-    monkeypatch.setattr(outbox, "MOST_WAITING", 10)
-    box = Outbox(tmp_path / OUTBOX)
-    for tick in range(25):
-        box.put("metrics", tick=tick)
-    assert not box.close(30)
-    assert box.dropped == 15

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import random
-from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,141 +18,79 @@ from user_programs import Augmented, Fixed, RarelyRandom
 from resilient_train.core.randomness import seed_host
 from resilient_train.data.rows import fingerprint
 from resilient_train.extensions import quarantine
-from resilient_train.extensions.quarantine import QUARANTINE, Quarantine, Quarantined
-from resilient_train.ground.errors import ConfigError
+from resilient_train.extensions.quarantine import QUARANTINE, RowsLeftOut
 from resilient_train.ground.types import fact
 
 DATA = {"dataset": "Images", "rows": 50, "digests": {"0": "aa", "24": None, "49": "cc"}}
-RAISES = fact("text", text="it raises")
-WHY = Quarantined(fact("text", text="values that are not finite in x"), 120, 3)
+RAISES, NAN = fact("text", text="it raises"), fact("text", text="values that are not finite in x")
 
 
-def same() -> dict[str, Any]:
-    return DATA
+class Taken:
+    """Samples that take note of the rows that are taken out of them."""
+
+    def __init__(self) -> None:
+        self.rows, self.out = 50, list[int]()
+
+    def quarantine(self, rows: Any) -> None:
+        self.out += rows
 
 
-def adopt(listed: Quarantine, rows: Mapping[int, Quarantined]) -> None:
-    listed.add(rows)
-    listed.write()
+def quarantine_of(directory: Path, data: Any = lambda: DATA) -> RowsLeftOut:
+    run: Any = SimpleNamespace(samples=Taken(), incident_log=SimpleNamespace(directory=directory), effects=[])
+    rows = RowsLeftOut()
+    rows.build(run)
+    rows._fingerprint = cache(data)
+    return rows
 
 
-def listed(directory: Path, *rows: int) -> Path:
-    adopt(Quarantine(directory, same), dict.fromkeys(rows, WHY))
-    return directory / QUARANTINE
-
-
-def test_what_is_listed_is_there_in_the_next_process(tmp_path: Path) -> None:
-    """With its reasons, in its order; what is listed already stays as it is."""
-    first = Quarantine(tmp_path, same)
-    adopt(first, dict.fromkeys([17, 3], WHY))
-    adopt(first, dict.fromkeys([3, 49], Quarantined(RAISES, 200, 5)))
-    second = Quarantine(tmp_path, same)
-    assert list(second.rows.items()) == [(17, WHY), (3, WHY), (49, Quarantined(RAISES, 200, 5))]
-    other = Quarantine(None, same)  # of another rank, which writes nothing
-    adopt(other, second.rows)
-    for one in (second, other):
-        adopt(one, {1: Quarantined(RAISES, 300, 6)})
-    assert list(Quarantine(tmp_path, same).rows) == list(other.rows) == [17, 3, 49, 1]
+def test_rows_are_listed_with_their_reasons_and_the_data_set(tmp_path: Path) -> None:
+    """In their order; what is listed already stays as it is, and a resume has them from the journal."""
+    listed = quarantine_of(tmp_path)
+    for rows, why, step in (([17, 3], NAN, 120), ([3, 49], RAISES, 200)):
+        listed.add(dict.fromkeys(rows, why), step, incident=5)
+        listed.write()
+    content = json.loads((tmp_path / QUARANTINE).read_text())
+    nan = {"reason": "values that are not finite in x", "step": 120, "incident": 5}
+    raises = {"row": 49, "reason": "it raises", "step": 200, "incident": 5}
+    assert content == {"format": 1, "data": DATA, "rows": [{"row": 17, **nan}, {"row": 3, **nan}, raises]}
     assert [file.name for file in tmp_path.iterdir()] == [QUARANTINE]
+    (tmp_path / QUARANTINE).write_text("[" * 100_000)
+    resumed = quarantine_of(tmp_path)
+    resumed._run.effects[0].restore(json.loads(json.dumps([*listed._run.effects[0].state(), [50, [], 1, 1]])))
+    assert (resumed.rows, resumed._run.samples.out) == (listed.rows, [17, 3, 49])  # type: ignore[attr-defined]
+    assert json.loads((tmp_path / QUARANTINE).read_text()) == content
 
 
 def test_a_healthy_run_has_no_list_and_fetches_no_row(tmp_path: Path) -> None:
     """The fingerprint is asked for with the first row, and once."""
-    asked = itertools.count(1)
-
-    def counted() -> dict[str, Any]:
-        return {**DATA, "rows": 49 + next(asked)}
-
-    one = Quarantine(tmp_path, counted)
-    adopt(one, {})
+    asked: list[int] = []
+    one = quarantine_of(tmp_path, lambda: {**DATA, "rows": asked.append(1)})  # type: ignore[func-returns-value]
+    one.write()
     assert list(tmp_path.iterdir()) == []
     for row in range(3):
-        adopt(one, {row: Quarantined(RAISES, 1, 1)})
-    assert next(asked) == 2
-
-
-@pytest.mark.parametrize(
-    ("here", "said"),
-    [
-        ({"dataset": "Texts"}, "lists rows of Images (50 rows), but this data set is Texts (50 rows)"),
-        ({"rows": 1500}, "lists rows of Images (50 rows), but this data set is Images (1,500 rows)"),
-        ({"digests": {"0": "aa", "49": "xx"}}, "lists rows of other data: row 49 of Images (50 rows) has changed"),
-    ],
-)
-def test_the_list_of_another_data_set_is_refused(tmp_path: Path, here: dict[str, Any], said: str) -> None:
-    """In one line with the file."""
-    file = listed(tmp_path, 3)
-    before = file.read_text()
-    with pytest.raises(ConfigError) as refused:
-        Quarantine(tmp_path, lambda: {**DATA, **here})
-    assert said in str(refused.value)
-    assert str(file) in str(refused.value)
-    assert "\n" not in str(refused.value)
-    assert file.read_text() == before
-
-
-@pytest.mark.parametrize("digests", [{"0": "aa", "24": "bb", "49": None}, {"0": None, "24": None}, {}])
-def test_rows_that_cannot_be_compared_tell_nothing(tmp_path: Path, digests: dict[str, Any]) -> None:
-    listed(tmp_path, 3)
-    assert list(Quarantine(tmp_path, lambda: {**DATA, "digests": digests}).rows) == [3]
-
-
-def damaged(change: Any) -> str:
-    content = {"format": 1, "data": json.loads(json.dumps(DATA)), "rows": [{"row": 3, **vars_of(WHY)}]}
-    change(content)
-    return json.dumps(content)
-
-
-def vars_of(why: Quarantined) -> dict[str, Any]:
-    return {"reason": why.reason, "step": why.step, "incident": why.incident}
-
-
-DAMAGE = [
-    *("", "[" * 100_000, "null", '{"format": 1}'),
-    damaged(lambda content: content["rows"].append(3)),
-    *[damaged(lambda content, odd=odd: content["rows"][0].update(odd)) for odd in ({"row": True}, {"row": 50})],
-]
-
-
-@pytest.mark.parametrize("text", DAMAGE, ids=range(len(DAMAGE)))
-def test_a_damaged_list_is_told_and_executes_nothing(
-    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is put aside, because the run would rather go on."""
-    file = tmp_path / QUARANTINE
-    file.write_text(text)
-    with caplog.at_level(logging.ERROR, "resilient_train"):
-        own = Quarantine(tmp_path, same)
-    assert dict(own.rows) == {}
-    assert "cannot be used and is renamed: is damaged" in caplog.text
-    assert (tmp_path / "quarantine.json.damaged").read_text() == text
-    adopt(own, {5: Quarantined(RAISES, 1, 1)})
-    assert list(Quarantine(tmp_path, same).rows) == [5]
-
-
-def test_a_list_of_a_later_version_is_put_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / QUARANTINE).write_text(damaged(lambda content: content.update(format=2, rows={"3": "new"})))
-    assert not Quarantine(tmp_path, same).rows
-    assert "is renamed: is of format 2, where this version reads 1" in caplog.text
+        one.add({row: RAISES}, 1, 1)
+        one.write()
+    assert len(asked) == 1
 
 
 def test_a_full_disk_costs_the_list_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rows are in quarantine all the same; the list is written with the next change, and the failure told once."""
-    one = Quarantine(tmp_path, same)
+    one = quarantine_of(tmp_path)
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "resilient_train"):
-        patched.setattr(quarantine, "commit_text", full)
-        adopt(one, dict.fromkeys([3], WHY))
-        adopt(one, {4: Quarantined(RAISES, 5, 6)})
+        patched.setattr(quarantine, "commit_json", full)
+        for row in (3, 4):
+            one.add({row: RAISES}, 5, 6)
+            one.write()
     assert list(one.rows) == [3, 4]
     (line,) = caplog.messages
     assert "quarantine.json cannot be written (No space left on device): this is retried with the next row" in line
-    adopt(one, {4: Quarantined(RAISES, 7, 8)})
-    assert Quarantine(tmp_path, same).rows == one.rows
+    one.write()
+    assert [row["row"] for row in json.loads((tmp_path / QUARANTINE).read_text())["rows"]] == [3, 4]
 
 
-def full(path: Path, text: str) -> None:
+def full(path: Path, tree: Any) -> None:
     raise OSError(28, "No space left on device")
 
 

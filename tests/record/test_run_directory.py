@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -14,12 +13,11 @@ import pytest
 import torch
 from command import SAVING, command, train
 from fork_server import Forked
-from kills import Nursery, incidents, summary
+from kills import Nursery, incidents
 from paused_run import held_at, is_held
 
 from resilient_train.command import incidents as shown
-from resilient_train.command import status
-from resilient_train.durable.store import DEMOTED, Store
+from resilient_train.durable.store import Store
 from resilient_train.extensions.best_weights import Best
 
 RUN = ["model=mlp", "data=digits", "objective=custom", "objective._target_=paused_run.cross_entropy", "tracking=none"]
@@ -50,37 +48,6 @@ def test_a_progress_that_is_cut_short_ends_nothing_and_the_crash_after_it_is_rep
     assert [(one["signal"], one["step"]) for one in incidents(run_dir)] == [("crash", 21)]
 
 
-def test_a_lock_that_is_removed_lets_no_second_writer_in(nursery: Nursery, capsys: Said) -> None:
-    """Whoever takes it for a left-over: the run at work keeps its directory, and is seen to be at work."""
-    with at_work(nursery) as (run_dir, first), Nursery(nursery.place / "other") as other:
-        (run_dir / ".lock").unlink()
-        assert status.main([str(run_dir)]) == 0
-        assert " Running, another process." in capsys.readouterr().out
-        second = other.run(*RUN, "run.steps=30", f"run.dir={run_dir}")
-        assert second.code == 1, second.output
-        assert "another process" in second.output
-    assert first.wait() == 0, first.output
-    assert summary(run_dir)["steps"] == 30
-    assert not incidents(run_dir)
-
-
-def test_a_link_in_the_place_of_best_is_not_written_through(here: Path, run_command: command) -> None:
-    """What lies there belongs to somebody; the run makes a directory of its own."""
-    for name, content in (("weights.safetensors", b"mine"), ("best.json", b'{"loss": 9.0, "step": 1}')):
-        (here / "mine").mkdir(exist_ok=True)
-        (here / "mine" / name).write_bytes(content)
-    train(run_command, Path("run"), 5)
-    if (here / "run/best").exists():
-        shutil.rmtree(here / "run/best")
-    (here / "run/best").symlink_to(here / "mine")
-    outcome = run_command([*SAVING, "run.steps=20", "run.eval_every=5", "run.dir=run"])
-    assert outcome.code == 0
-    assert (here / "mine/weights.safetensors").read_bytes() == b"mine"
-    assert (here / "mine/best.json").read_bytes() == b'{"loss": 9.0, "step": 1}'
-    assert json.loads((here / "run/best/best.json").read_text())["loss"] < 3
-    assert not (here / "run/best").is_symlink()
-
-
 def test_the_best_evaluation_is_known_again_also_by_a_whole_number(tmp_path: Path) -> None:
     best = Best(tmp_path)
     best.take(5, {"loss": 3}, {"weight": torch.ones(2)})
@@ -98,7 +65,8 @@ def test_the_last_good_state_is_one_that_is_verified(here: Path, run_command: co
     assert outcome.code == 3, outcome.stderr
     store = Store(here / "run")
     newest, good, *_ = (one.path for one in store.entries())
-    store.mark(store.entries()[0], DEMOTED)
+    good_step = store.entries()[1].step
+    store.demote(good_step)
     capsys.readouterr()
     assert shown.main(["run"]) == 0
     line = capsys.readouterr().out

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from resilient_train import Guard
-from resilient_train.extensions.quarantine import Quarantine
+from resilient_train.extensions.quarantine import RowsLeftOut
 from resilient_train.ground import files
 from resilient_train.loop.arguments import policy as named
 from resilient_train.report.story import read_story
@@ -62,7 +62,7 @@ def test_the_last_of_many_incidents_costs_what_an_early_one_does(
     But for the list of these rows, which is written whole with each of them: a policy allows for a thousand.
     """
     monkeypatch.setattr(files, "disk", disk := Counted())
-    monkeypatch.setattr(Quarantine, "write", lambda quarantine: None)
+    monkeypatch.setattr(RowsLeftOut, "write", lambda quarantine: None)
     x = torch.randn(BAD_EVERY * 2 * ENOUGH, 4, generator=torch.Generator().manual_seed(0))
     x[::BAD_EVERY, 1] = float("nan")
     data = torch.utils.data.TensorDataset(x, x[:, :1].nan_to_num() * 0.0)
