@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from resilient_train.core.randomness import Purpose, mix, seed_host
 from resilient_train.data.rows import Collate, Retries, SeededRows, no_watchdog
 from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
-from resilient_train.data.sequential import IterableSamples
+from resilient_train.data.sequential import LoaderSamples, RowStream
 from resilient_train.data.stream import Key, Stream
 from resilient_train.ground.errors import ConfigError, TrainError
 from resilient_train.ground.reader import DataConfig
@@ -94,10 +94,7 @@ def samples(
         if config.num_workers:
             why = "an iterable data set is read in the training process, where it can be rewound exactly: use 0"
             raise ConfigError("data.num_workers", config.num_workers, why)
-        try:
-            return IterableSamples(dataset, slicing, seed=seed, collate=collate, least=world.least)
-        except ValueError as error:
-            raise ConfigError(key, path, str(error)) from error
+        return LoaderSamples(RowStream(dataset, slicing, seed, collate), least=world.least)
     stream = Stream(len(dataset), seed, shuffle=config.shuffle)
     pins = world.device.type == "cuda"
     return MapSamples(dataset, stream, slicing, collate=collate, num_workers=config.num_workers, pin_memory=pins)

@@ -81,6 +81,7 @@ class Samples(ABC):
     is_fed: bool = False  # a trainer fetches them, and makes its updates itself
     keeps_places: bool = True  # after a resume the same samples are at a position
     sees_now: bool = False  # see `as_of_now`
+    counts_batches: bool = False  # the length of the data is that in micro-batches
     stream: Stream  # the order in which rows come, if they have an index
     _fetcher: RepeatableBatches
     _batches: Iterator[Any] | None = None  # what was fetched ahead, from `position` on

@@ -30,7 +30,6 @@ from resilient_train.core.updater import Schedule
 from resilient_train.data import build
 from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
-from resilient_train.data.sequential import IterableSamples, LoaderSamples
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.extensions import remedies as remedies  # which makes them known
 from resilient_train.extensions.checks.config import ChecksConfig
@@ -281,15 +280,14 @@ def _drawn(function: Callable[[], Any]) -> Iterator[Any]:
 
 
 def steps_per_epoch(samples: Samples) -> int:
-    counts_batches = isinstance(samples, LoaderSamples) and not isinstance(samples, IterableSamples)
     counted: Any = getattr(samples, "loader", getattr(samples, "dataset", ()))
     try:
-        count = len(counted) if counts_batches else samples.rows or len(counted)
+        count = len(counted) if samples.counts_batches else samples.rows or len(counted)
     except TypeError:
         why = "this data has no len(), so the length of an epoch is unknown: use guard.batches(n)"
         raise TrainError(f"epochs: {why}") from None
     slicing = samples.slicing
-    return -(-count // (slicing.accumulation if counts_batches else slicing.samples)) or 1
+    return -(-count // (slicing.accumulation if samples.counts_batches else slicing.samples)) or 1
 
 
 def schedules(given: Any, optimizers: list[Optimizer]) -> list[Schedule]:

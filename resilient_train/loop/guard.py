@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -372,6 +373,18 @@ class Guard(EngineGuard):
         self._keeper.progress.turned_to(Doing.BETWEEN)
         with self._lost_device:
             return super().settle()
+
+    # For a trainer.
+
+    def take_norm(self, norm: torch.Tensor | None) -> None:
+        """Take the norm of the gradients at hand, if the trainer has measured it before it clipped them."""
+        assert isinstance(self._updater.clipper, TrainersClipper)
+        self._updater.clipper.norm = norm
+
+    def leave_out(self, *, keeps_buffers: bool = False) -> None:
+        """Give up the update at hand. Buffers may stay if they are finite, for which the host waits for the device."""
+        with self._marks.finite_buffers() if keeps_buffers else nullcontext():
+            self._put_back_batch()
 
     def leave(self) -> Path | None:
         """Write the state when `batches` has ended, so that the run can resume from it; return its path."""

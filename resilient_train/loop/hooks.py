@@ -149,34 +149,33 @@ class Metrics:
         self._module = module
         self._metrics = {path: one for path, one in module.named_modules() if hasattr(one, "_update_count")}
 
-    def state_dict(self) -> dict[str, Any]:
-        counted = {
+    def counted(self) -> dict[str, dict[str, Any]]:
+        return {
             path: {name: getattr(one, name) for name in (*one._defaults, "_update_count", "_computed")}
             for path, one in self._metrics.items()
         }
-        return {"module": self._module.state_dict(), "counted": counted}
+
+    def restore(self, counted: Mapping[str, dict[str, Any]]) -> None:
+        for path, values in counted.items():
+            vars(self._metrics[path]).update(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"module": self._module.state_dict(), "counted": self.counted()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._module.load_state_dict(state["module"])
-        for path, values in state["counted"].items():
-            vars(self._metrics[path]).update(values)
+        self.restore(state["counted"])
 
 
 class TrainersClipper(Clipper):
     """Takes the norm that a trainer has measured, which has clipped the gradients already."""
 
     norm: torch.Tensor | None = None  # of the newest gradients, before they were clipped; None if it was not measured
-    may_change = False  # the gradients, by the trainer's callbacks, after it was measured
-    has_own_limits = False  # user code asks the trainer to clip, to a norm that is not known here
 
     def _clipped(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
-        if (norm := self.norm) is None:
-            norm = clip(weights, over_ranks=self.over_ranks)
-        elif self.has_own_limits:
-            self.is_by_norm = False
-        elif self.may_change:
-            after = clip(weights, over_ranks=self.over_ranks)
-            norm = torch.where(after.isfinite(), norm, after)
+        norm = clip(weights, over_ranks=self.over_ranks)
+        if self.norm is not None:  # the trainer's callbacks may have changed the gradients since
+            norm = torch.where(norm.isfinite(), self.norm, norm)
         clipped_to = self.config.max_norm
         if max_norm is not None and max_norm != clipped_to:  # a remedy clips further
             clipped = norm if clipped_to is None else norm.clamp(max=clipped_to)

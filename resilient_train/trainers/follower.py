@@ -11,18 +11,18 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from resilient_train.core.mark import Mark
 from resilient_train.core.updater import Schedule
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
 from resilient_train.ground.wording import log
 from resilient_train.loop import arguments
 from resilient_train.loop.guard import Guard
-from resilient_train.loop.hooks import RecordedStates, TrainersClipper
+from resilient_train.loop.hooks import RecordedStates
 from resilient_train.loop.rows_of_loader import number_rows
 
 OLDEST = {"transformers": "5.22", "lightning": "2.5"}  # the versions that are tested, with the newest ones
@@ -65,8 +65,7 @@ class Follower(ABC):
 
     guard: Guard  # from `follow` on
     samples: FedSamples
-    fed: Fed  # the newest update; its `before` has a place for each micro-batch
-    _before: Mark  # of the run before it, if it is left out
+    fed: Fed  # the newest update
 
     def __init__(self) -> None:
         self.is_following = False  # from `follow` to `close`
@@ -121,14 +120,18 @@ class Follower(ABC):
         planned: float,
         keeps_places: bool,
         is_saver: bool,
+        resume: bool,
+        kept: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> None:
-        """Make the guard: everything is prepared. `options` are those of `Guard`.
+        """Make the guard, which keeps what is `kept`: everything is prepared. `options` are those of `Guard`.
 
         Other processes `made` so many of the `planned` updates (-1 or very large: no end). It `keeps_places` if a
         resume finds its place in the data. Damaged checkpoints are renamed by `is_saver`, which has written them.
         """
         world = arguments.world(accelerator)
+        self._optimizers, self._is_saver = optimizers, is_saver
+        self._schedules = [TrainersSettings() for _ in optimizers]
         self.samples = FedSamples(
             Slicing(batch_size, accumulation, world.rank, world.size),
             dataset=self._dataset,
@@ -141,13 +144,14 @@ class Follower(ABC):
             *(accelerator, model, optimizers),
             data=self.samples,
             batch_size=batch_size,
-            schedule=[TrainersSettings() for _ in optimizers],
+            schedule=self._schedules,
+            resume=resume,
             **options,
         )
         guard.clock.step = guard.clock.tick = made
-        self._is_saver, self._updater = is_saver, guard._updater
-        assert isinstance(self._updater.clipper, TrainersClipper)
-        self._clipper = self._updater.clipper
+        guard.keep(**kept)
+        if resume:  # first, as an earlier process may have skipped the next update
+            guard.resume()
         assert isinstance(guard.seeds, RecordedStates)
         self._seeds = guard.seeds
         steps = int(planned) if 0 < planned < sys.maxsize else None
@@ -176,25 +180,21 @@ class Follower(ABC):
 
     # What the trainer's calls become.
 
-    def feed(self, batches: list[Any], rows: Sequence[Sequence[int]] = ()) -> Fed:
-        """Take the micro-batches of the next update, or more of one for which the trainer has made no step yet."""
+    def feed(self, batches: list[Any], places: list[Any], rows: Sequence[Sequence[int]] = ()) -> None:
+        """Take the micro-batches of the next update, or more of one for which the trainer has made no step yet, with
+        the places of the trainer before each of them.
+        """
         if self._is_open:
             self.samples.cut(self.fed, self.taken)  # a callback may have ended the epoch
-            for number, batch in enumerate(batches):
-                self.samples.feed_more(self.fed, batch, rows[number] if rows else ())
-            return self.fed
-        if self.guard._owes_resume:  # first, as an earlier process may have skipped this update
-            self.guard.resume()
-        self.fed, self.taken, self._loss = self.samples.feed(batches, rows), 0, None
-        self._is_open, self.is_left_out = True, self.samples.skips_newest
-        if self.is_left_out:
-            self._before = self.guard._marks.take()
-        return self.fed
+        else:
+            self.fed, self.taken, self._loss = self.samples.feed(), 0, None
+            self._is_open, self.is_left_out = True, self.samples.skips_newest
+        for number, (batch, place) in enumerate(zip(batches, places, strict=True)):
+            self.samples.feed_more(self.fed, batch, rows[number] if rows else ())
+            self.fed.places.append(place)
 
     def next_batch(self) -> Any:
         self.taken += 1
-        if self.is_left_out:
-            return (self.fed.batches or [])[self.taken - 1]
         if self._loss is not None:
             self.guard.update(self._loss)
         return next(self._batches)
@@ -215,9 +215,7 @@ class Follower(ABC):
     def _land(self) -> torch.Tensor | None:
         fed = self.fed
         if self.is_left_out:
-            self._updater.drop_gradients()
-            self.guard._marks.undo(self._before)
-            self.guard._marks.release(self._before)
+            self.guard.leave_out()
             return torch.full((), torch.nan)
         fed.settings = self._scheduled()
         assert self._loss is not None, "no forward and backward before the step"
@@ -227,14 +225,14 @@ class Follower(ABC):
 
     @property
     def at_hand(self) -> Fed:
-        return self.fed if self.is_left_out else self.samples.at(self._seeds.start)
+        return self.samples.at(self._seeds.start)
 
     def _measured(self, model: Any, batch: Any) -> torch.Tensor:
         """Return the loss of a batch for a replay, which leaves what the trainer counts as it is."""
         self.number = self.number + 1 if self._replay == self._seeds.times else 0
         self._replay, fed, place = self._seeds.times, self.at_hand, self._place()
-        if fed.before and not self.samples.sees_now:
-            self._return_to(fed.before[min(self.number, len(fed.before) - 1)])
+        if fed.places and not self.samples.sees_now:
+            self._return_to(fed.places[min(self.number, len(fed.places) - 1)])
         try:
             return self._loss_of(model, batch, fed)
         finally:
@@ -259,9 +257,9 @@ class Follower(ABC):
     def leave_out(self) -> None:
         """Leave out the newest update: its buffers stay if they are finite, for which the host waits for the device."""
         self._is_open = False
-        with self.guard._marks.finite_buffers():
-            self.guard._put_back_batch()
-        self.samples.skip(self.fed.start, self.fed.stop)
+        self.guard.leave_out(keeps_buffers=not self.is_left_out)
+        if not self.is_left_out:
+            self.samples.skip(self.fed.start, self.fed.stop)
 
     def examine(self, *, is_end: bool = False) -> None:
         """Scan the whole state before the trainer evaluates or saves it, or ends, and repeat what a rewind undoes."""
@@ -304,18 +302,17 @@ class Follower(ABC):
 
     def _set(self, settings: Sequence[list[dict[str, Any]]]) -> None:
         """Let the next step have the settings of the trainer's schedule, and the norm that the trainer has measured."""
-        for schedule, groups, now in zip(self._updater.schedules, settings, self._scheduled(), strict=True):
-            assert isinstance(schedule, TrainersSettings)
+        for schedule, groups, now in zip(self._schedules, settings, self._scheduled(), strict=True):
             schedule.now = [*groups, *now[len(groups) :]]  # the trainer may have added groups since
-        self._clipper.norm = self.norm
+        self.guard.take_norm(self.norm)
 
     def _scheduled(self) -> list[list[dict[str, Any]]]:
-        every = [one.param_groups for one in self._updater.optimizers]
+        every = [one.param_groups for one in self._optimizers]
         return [[{key: group[key] for key in _SCHEDULED if key in group} for group in groups] for groups in every]
 
     def _put_back(self, settings: Sequence[list[dict[str, Any]]]) -> None:
         """Give the groups the settings of the trainer's schedule again: some schedules multiply what they find."""
-        for optimizer, some in zip(self._updater.optimizers, settings, strict=True):
+        for optimizer, some in zip(self._optimizers, settings, strict=True):
             for group, setting in zip(optimizer.param_groups, some, strict=False):
                 group.update(setting)
 

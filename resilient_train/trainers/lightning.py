@@ -16,12 +16,10 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from resilient_train.ground.errors import TrainError
 from resilient_train.trainers.follower import refuse_bad_options, run_dir_of
 from resilient_train.trainers.lightning_fit import Fit
-from resilient_train.trainers.lightning_manual import ManualFit
 
 
 class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
@@ -50,7 +48,7 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
         if sum(isinstance(callback, Guarded) for callback in trainer.callbacks) > 1:
             raise TrainError("this trainer has two Guarded callbacks: give it one")
         refuse(trainer, pl_module)
-        self._fit = (Fit if pl_module.automatic_optimization else ManualFit)(trainer, pl_module)
+        self._fit = Fit(trainer, pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         assert self._fit is not None
@@ -81,8 +79,9 @@ def refuse(trainer: Any, module: Any) -> None:
     if not is_known or strategy.root_device.type == "xla":
         what = type(strategy).__name__
         raise ValueError(f"Guarded: {what} is not supported yet: use one device, or strategy='ddp'")
-    averages = any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks)
-    if averages and any(isinstance(each, _BatchNorm) for each in module.modules()):
-        raise ValueError("Guarded: StochasticWeightAveraging is not supported yet for models with batch normalization")
+    if not module.automatic_optimization:
+        raise ValueError("Guarded: manual optimization is not supported: guard its loop with resilient_train.Guard")
+    if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
+        raise ValueError("Guarded: StochasticWeightAveraging does not rewind: use EMAWeightAveraging, which does")
     if getattr(plugin, "scaler", None) is not None:
         raise ValueError("Guarded: 16-mixed is not supported yet, as its GradScaler steps by itself: use bf16-mixed")

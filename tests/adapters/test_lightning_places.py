@@ -14,7 +14,7 @@ L = pytest.importorskip("lightning")
 pytest.importorskip("torchmetrics")
 
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
-from lightning_programs import BATCH, WARNINGS, Fitted, Manual, Net, Rows, loader, trainer_of  # noqa: E402
+from lightning_programs import BATCH, WARNINGS, Fitted, Net, Rows, loader, trainer_of  # noqa: E402
 from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in WARNINGS]
@@ -63,14 +63,11 @@ def fit(place: Path, module: Any, data: Any, ckpt_path: Path | None = None, **mo
     return Fitted(trainer, module, trainer.logger.rows, place)
 
 
-@pytest.mark.parametrize("how", ["automatic", "manual"])
-def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path, how: str) -> None:
+def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path) -> None:
     """Also if its update has several batches: the run ends with the bits of the one that was not interrupted."""
 
     def run(ckpt_path: Path | None = None) -> Fitted:
-        module = Manual("accumulated") if how == "manual" else Net()
-        more = {} if how == "manual" else {"accumulate_grad_batches": 4}
-        return fit(tmp_path, module, Stateful(), ckpt_path, **more)
+        return fit(tmp_path, Net(), Stateful(), ckpt_path, accumulate_grad_batches=4)
 
     whole = run()
     resumed = run(tmp_path / "files" / "step=3.ckpt")
