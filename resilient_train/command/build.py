@@ -89,7 +89,15 @@ def assemble(
     faults, history = parse(config.drill, steps=config.run.steps), home.incident_log.run_history
     drill = Drill(faults, has_fired=history.drills.__contains__, fired=history.note_drill_fired)
     rows = drill.wrapped(rows)
-    samples = data.samples(rows, config.data, slicing, world, seed=seed, collate=collate)
+    samples = data.samples(
+        *(rows, slicing, world),
+        seed=seed,
+        collate=collate,
+        shuffle=config.data.shuffle,
+        num_workers=config.data.num_workers,
+        name=config.data.train["_target_"],
+        keys=("data.train._target_", "data.num_workers"),
+    )
     evaluation = None
     if config.data.eval and config.data.eval.get("_target_"):
         dataset = compose.build("data.eval", config.data.eval)

@@ -41,7 +41,6 @@ from resilient_train.ground.errors import ConfigError, TrainError, named_type, u
 from resilient_train.ground.files import load_yaml
 from resilient_train.ground.reader import (
     ClipConfig,
-    DataConfig,
     DiskConfig,
     MemoryConfig,
     checked,
@@ -261,14 +260,8 @@ def samples(
     if is_function or is_loader(given):
         loader = functools.partial(_drawn, given) if is_function else given
         return rows_of_loader.samples_of(loader, world.least, slicing, seed, world.device)
-    name, collate = type(given).__name__, collate or default_collate
-    config = DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
-    try:
-        return build.samples(given, config, slicing, world, seed=seed, collate=collate)
-    except ConfigError as error:  # it has the keys of a configuration
-        is_workers = error.key.endswith("num_workers")
-        key, value = ("num_workers", error.value) if is_workers else ("data", name)
-        raise ConfigError(key, value, error.why) from None
+    more: Any = {"seed": seed, "shuffle": shuffle, "num_workers": num_workers, "collate": collate or default_collate}
+    return build.samples(given, slicing, world, name=type(given).__name__, **more)
 
 
 def _drawn(function: Callable[[], Any]) -> Iterator[Any]:

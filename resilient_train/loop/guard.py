@@ -446,7 +446,6 @@ class Guard(EngineGuard):
     def let_go(self) -> None:
         """Undo what affects the whole process: worker processes and patched code."""
         self._controls.patches.remove()
-        self._direct_steps.is_over = True
         self.samples.close()
         self._keeper.wait()
         self._keeper.progress.close()

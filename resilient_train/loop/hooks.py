@@ -101,12 +101,11 @@ def _readable(size: float) -> str:
 
 
 class DirectStepCheck:
-    """Notices optimizer steps outside of the guard: an error while the loop has a batch, else one warning."""
+    """Notices an optimizer step of the loop's own, which would pass the gate."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.running: Literal["loop", "guard"] | None = None
         self._before: Literal["loop", "guard"] | None = None
-        self.is_over = False  # the guard is closed: steps after it are on purpose; or one was warned of
         for optimizer in optimizers:
             optimizer.step = self._watched(optimizer, optimizer.step)  # type: ignore[method-assign]
 
@@ -125,13 +124,6 @@ class DirectStepCheck:
                 raise TrainError(
                     "the loop stepped an optimizer itself, past the gate: remove optimizer.step(), "
                     "guard.step and guard.update do it"
-                )
-            if self.running is None and not self.is_over:
-                self.is_over = True
-                log.warning(
-                    "optimizer.step() was called outside of guard.batches(): such updates are not protected, and a "
-                    "rewind does not know of them; a trainer is guarded by resilient_train.hf.guard(trainer), or "
-                    "callbacks=[resilient_train.lightning.Guarded()]"
                 )
             optimizer._opt_called = True
             return plain(*args, **kwargs)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from resilient_train.core.updater import Schedule
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
 from resilient_train.ground.wording import log
@@ -48,16 +47,6 @@ def refuse_bad_options(who: str, options: Mapping[str, Any]) -> None:
     arguments.policy(options.get("recovery", "balanced"))
     arguments.checks(options.get("checks", "default"), options.get("expect", ()))
     arguments.check_settings(**options)
-
-
-class TrainersSettings(Schedule):
-    """The settings of an optimizer's groups that the trainer's schedule made for the update at hand."""
-
-    is_loops = True
-    now: Sequence[dict[str, Any]] = ()
-
-    def settings(self, step: int) -> Sequence[dict[str, Any]]:
-        return self.now
 
 
 class Follower(ABC):
@@ -131,7 +120,6 @@ class Follower(ABC):
         """
         world = arguments.world(accelerator)
         self._optimizers, self._is_saver = optimizers, is_saver
-        self._schedules = [TrainersSettings() for _ in optimizers]
         self.samples = FedSamples(
             Slicing(batch_size, accumulation, world.rank, world.size),
             dataset=self._dataset,
@@ -144,7 +132,6 @@ class Follower(ABC):
             *(accelerator, model, optimizers),
             data=self.samples,
             batch_size=batch_size,
-            schedule=self._schedules,
             resume=resume,
             **options,
         )
@@ -296,15 +283,10 @@ class Follower(ABC):
         return since
 
     def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
-        self._set(fed.settings)
+        self._put_back(fed.settings)
+        self.guard.take_norm(self.norm)
         self.guard.update(loss)
         return self.guard.settle()
-
-    def _set(self, settings: Sequence[list[dict[str, Any]]]) -> None:
-        """Let the next step have the settings of the trainer's schedule, and the norm that the trainer has measured."""
-        for schedule, groups, now in zip(self._schedules, settings, self._scheduled(), strict=True):
-            schedule.now = [*groups, *now[len(groups) :]]  # the trainer may have added groups since
-        self.guard.take_norm(self.norm)
 
     def _scheduled(self) -> list[list[dict[str, Any]]]:
         every = [one.param_groups for one in self._optimizers]
