@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning as L
 import torch
-import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import Logger
 from torch import nn
@@ -63,7 +62,7 @@ class Recorder(Logger):  # type: ignore[misc]
 
 
 class Net(L.LightningModule):  # type: ignore[misc]
-    """A small classifier with everything that has a state of its own: running statistics, dropout, a metric."""
+    """A small classifier with everything that has a state of its own: running statistics, dropout."""
 
     def __init__(self, fault: str = "", schedule: Any = None, at: int = AT) -> None:
         super().__init__()
@@ -72,7 +71,6 @@ class Net(L.LightningModule):  # type: ignore[misc]
             *(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1)),
             *(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)),
         )
-        self.accuracy: Any = torchmetrics.Accuracy("multiclass", num_classes=4)
         self.fault, self.schedule, self.at, self.was_struck = fault, schedule, at, False
         self.struck: Any = self.net[4]
 
@@ -103,8 +101,6 @@ class Net(L.LightningModule):  # type: ignore[misc]
         x, y = batch
         logits = self.net(self.spoiled(x))
         loss = self.loss(logits, y)
-        self.accuracy(logits.detach().nan_to_num(), y)
-        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.log("loss", loss, on_step=True, on_epoch=True)
         if self.fault == "none" and batch_idx % 5 == 2:
             return None

@@ -107,7 +107,6 @@ class Data(Protocol):
     position: int
     rows: int  # that have an index; 0: none has
     is_fed: bool  # a trainer fetches them, and makes its updates itself
-    keeps_places: bool  # after a resume the same samples are at a position
 
     @property
     def slicing(self) -> Any:

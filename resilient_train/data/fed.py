@@ -59,16 +59,15 @@ class FedSamples(Samples):
         dataset: Any = None,
         collate: Collate | None = None,
         updates: int = 0,
-        keeps_places: bool = True,
         least: Callable[[float], float] = lambda number: number,
     ) -> None:
         """`collate` makes a batch of rows of `dataset`, which is map-style; without them rows have no index.
 
-        `updates` were made by earlier processes; with `keeps_places` a resume finds its place in the data. `least` is
-        that of a number over all ranks, which may have kept different numbers of batches.
+        `updates` were made by earlier processes. `least` is that of a number over all ranks, which may have kept
+        different numbers of batches.
         """
         self.slicing, self.dataset, self._least = slicing, dataset, least
-        self.position, self.keeps_places = updates * slicing.samples, keeps_places
+        self.position = updates * slicing.samples
         self.rows = len(dataset) if dataset is not None else 0
         self.stream, self._fetcher = Stream(self.rows, 0), RepeatableBatches(dataset, collate or list)
         self.skipped = self.stream.skipped

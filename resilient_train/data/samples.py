@@ -77,7 +77,6 @@ class Samples(ABC):
     beat: Callable[[], None] = staticmethod(no_watchdog)  # called while fetches are retried, or a place is looked for
     rows: int = 0
     is_fed: bool = False  # a trainer fetches them, and makes its updates itself
-    keeps_places: bool = True  # after a resume the same samples are at a position
     sees_now: bool = False  # see `as_of_now`
     counts_batches: bool = False  # the length of the data is that in micro-batches
     stream: Stream  # the order in which rows come, if they have an index

@@ -208,7 +208,7 @@ class Patches(Armor):
 
 def _skipped_samples(samples: Samples) -> Effect:
     def restore(state: Any) -> None:
-        for start, stop in state if samples.keeps_places else ():
+        for start, stop in state:
             samples.skip(int(start), int(stop))
 
     def undo(state: Any) -> None:

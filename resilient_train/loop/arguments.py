@@ -154,7 +154,9 @@ def unwrapped(model: nn.Module, world: World) -> nn.Module:
             if kind.__module__.startswith(package):
                 raise ValueError(f"model: {why}")
     inner = getattr(model, "_orig_mod", model)
-    synchronized = {id(weight) for _, one in _replicated(inner) for weight in one.parameters()}
+    parts = [getattr(one, "_orig_mod", one) for one in (inner, *inner.children())]
+    replicated = [one for one in parts if isinstance(one, DistributedDataParallel)]
+    synchronized = {id(weight) for one in replicated for weight in one.parameters()}
     is_replicated = any(map(is_sharded, model.parameters())) or (
         bool(synchronized) and all(id(one) in synchronized for one in model.parameters() if one.requires_grad)
     )
@@ -175,19 +177,10 @@ def unwrapped(model: nn.Module, world: World) -> nn.Module:
     return bare
 
 
-def _replicated(model: nn.Module) -> list[tuple[str, DistributedDataParallel]]:
-    """Return what DDP replicates, the model or networks in it, each with the beginning of the names of its weights."""
-    several = [("", model), *((f"{name}.", one) for name, one in model.named_children())]
-    several = [(name, getattr(one, "_orig_mod", one)) for name, one in several]
-    return [(name, one) for name, one in several if isinstance(one, DistributedDataParallel)]
-
-
 def own_weights(model: nn.Module) -> frozenset[str] | None:
     """Return the weights that DDP does not synchronize; None for a model that is not replicated."""
-    replicated = _replicated(getattr(model, "_orig_mod", model))
-    if not replicated:
-        return None
-    return frozenset(f"{name}{ignored}" for name, one in replicated for ignored in one.parameters_to_ignore)
+    inner = getattr(model, "_orig_mod", model)
+    return frozenset(inner.parameters_to_ignore) if isinstance(inner, DistributedDataParallel) else None
 
 
 def objective(given: Any) -> Measured | None:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -60,7 +60,6 @@ from resilient_train.loop import arguments
 from resilient_train.loop.hooks import (
     DirectStepCheck,
     HealthyUpdates,
-    Metrics,
     NotePlace,
     RecordedStates,
     TrainersClipper,
@@ -290,10 +289,10 @@ class Guard(EngineGuard):
                 raise TypeError(f"keep({name}=...): a {type(item).__name__} has no {missing}, so it cannot rewind")
             if self._has_begun:
                 raise TrainError(f"keep({name}=...): the run has begun, and its first state lacks this: call it before")
-            if isinstance(item, nn.Module) and any(hasattr(one, "_update_count") for one in item.modules()):
-                self.state.keep(name, Metrics(item))
-            else:
-                self.state.keep(name, item)
+            for one in item.modules() if isinstance(item, nn.Module) else ():
+                if hasattr(one, "persistent"):  # a metric of torchmetrics, which leaves out what it has counted
+                    cast(Any, one).persistent(True)
+            self.state.keep(name, item)
 
     def remember(self, name: str, item: Stateful) -> None:
         """Save an object that does not rewind, and restore it when the run resumes."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from resilient_train.core.clip import Clipper, clip, gradients, scale
@@ -132,31 +131,6 @@ class DirectStepCheck:
         # A scheduler of torch's that is made later would wrap a step of its class, to set that mark, and fails on this.
         watched._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         return watched
-
-
-class Metrics:
-    """Metrics of torchmetrics, or a module that has some: their `state_dict` leaves out what they have counted."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._metrics = {path: one for path, one in module.named_modules() if hasattr(one, "_update_count")}
-
-    def counted(self) -> dict[str, dict[str, Any]]:
-        return {
-            path: {name: getattr(one, name) for name in (*one._defaults, "_update_count", "_computed")}
-            for path, one in self._metrics.items()
-        }
-
-    def restore(self, counted: Mapping[str, dict[str, Any]]) -> None:
-        for path, values in counted.items():
-            vars(self._metrics[path]).update(values)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"module": self._module.state_dict(), "counted": self.counted()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._module.load_state_dict(state["module"])
-        self.restore(state["counted"])
 
 
 class TrainersClipper(Clipper):

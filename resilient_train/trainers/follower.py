@@ -107,7 +107,6 @@ class Follower(ABC):
         accumulation: int,
         made: int,
         planned: float,
-        keeps_places: bool,
         is_saver: bool,
         resume: bool,
         kept: Mapping[str, Any] = MappingProxyType({}),
@@ -115,8 +114,8 @@ class Follower(ABC):
     ) -> None:
         """Make the guard, which keeps what is `kept`: everything is prepared. `options` are those of `Guard`.
 
-        Other processes `made` so many of the `planned` updates (-1 or very large: no end). It `keeps_places` if a
-        resume finds its place in the data. Damaged checkpoints are renamed by `is_saver`, which has written them.
+        Other processes `made` so many of the `planned` updates (-1 or very large: no end). Damaged checkpoints are
+        renamed by `is_saver`, which has written them.
         """
         world = arguments.world(accelerator)
         self._optimizers, self._is_saver = optimizers, is_saver
@@ -125,7 +124,6 @@ class Follower(ABC):
             dataset=self._dataset,
             collate=self._collate,
             updates=made,
-            keeps_places=keeps_places,
             least=world.least,
         )
         self.guard = guard = Guard(
@@ -269,18 +267,18 @@ class Follower(ABC):
     def saved(self, path: Path) -> None:
         self._saved.append((self.guard.clock.step, path))
 
-    def _rename_damaged(self) -> int | None:
-        """Rename checkpoints from after new damage, so that nothing resumes from them; return the last step before."""
+    def _rename_damaged(self) -> None:
+        """Rename checkpoints from after new damage, so that nothing resumes from them."""
         incidents = self.guard.incidents
         since = min((one.anomaly.since for one in incidents[self._seen :] if one.reached_weights), default=None)
         self._seen = len(incidents)
-        if since is not None:
-            damaged = [path for step, path in self._saved if step > since]
-            self._saved = [one for one in self._saved if one[0] <= since]
-            for path in damaged:
-                if self._is_saver and path.exists():
-                    _rename(path)
-        return since
+        if since is None:
+            return
+        damaged = [path for step, path in self._saved if step > since]
+        self._saved = [one for one in self._saved if one[0] <= since]
+        for path in damaged:
+            if self._is_saver and path.exists():
+                _rename(path)
 
     def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
         self._put_back(fed.settings)

@@ -80,7 +80,6 @@ class Guarding(Follower):
         self._resumes_from = Path(resumes_from) if resumes_from else None  # a checkpoint of the trainer
         self._plain_step = trainer.training_step
         self._replayed: list[torch.Tensor] | None = None  # in a replay, the loss whose backward it makes itself
-        self.evaluated = dict[int | None, int]()  # by the trainer's steps: the accepted updates at each evaluation
         self._replace(trainer, "get_train_dataloader", self._get_train_dataloader, always=True)
         self._replace(trainer, "get_batch_samples", self._get_batch_samples, always=True)
         self._replace(trainer, "training_step", self._training_step)
@@ -100,7 +99,6 @@ class Guarding(Follower):
             accumulation=args.gradient_accumulation_steps,
             made=trainer.state.global_step,
             planned=trainer.state.max_steps,
-            keeps_places=not args.ignore_data_skip,
             is_saver=args.should_save,
             objective=Measured(self._measured, "the trainer's loss", key="trainer"),
             clip=args.max_grad_norm if args.max_grad_norm > 0 else None,
@@ -183,12 +181,6 @@ class Guarding(Follower):
         if place.batches is not None:
             self.trainer._step = place.batches
 
-    def _rename_damaged(self) -> int | None:
-        state, since = self.trainer.state, super()._rename_damaged()
-        if since is not None and self.evaluated.get(state.best_global_step, 0) > since:  # the next evaluations decide
-            state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-        return since
-
     # What the trainer's methods become.
 
     def _get_train_dataloader(self, plain: Any) -> Any:
@@ -237,7 +229,6 @@ class Guarding(Follower):
 
     def _evaluate(self, plain: Any, *args: Any, **more: Any) -> Any:
         self.examine()
-        self.evaluated[self.trainer.state.global_step] = self.guard.clock.step
         found = plain(*args, **more)
         if isinstance(loss := found.get("eval_loss"), float):
             self.guard.reporter.note_evaluation({"loss": loss})

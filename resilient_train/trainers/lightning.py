@@ -31,15 +31,14 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
         self._run_dir, self._options = run_dir, options
         self._fit: Fit | None = None
         self._name = ""  # of the run directory that a checkpoint belongs to: a second run has its own
-        self._updates: int | None = None  # that were made before a checkpoint; an older one does not say
 
     def state_dict(self) -> dict[str, Any]:
         if (fit := self._fit) is not None and fit.is_following:
-            self._name, self._updates = fit.guard.reporter.directory.name, fit.complete_updates
-        return {"run_dir": self._name, "updates": self._updates}
+            self._name = fit.guard.reporter.directory.name
+        return {"run_dir": self._name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._name, self._updates = str(state_dict.get("run_dir", "")), state_dict.get("updates")
+        self._name = str(state_dict.get("run_dir", ""))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Begin before the optimizers are configured, which may ask for the number of steps, and so for the loader."""
@@ -55,7 +54,7 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
         folder = Path(trainer.default_root_dir) / "resilient_train" if self._run_dir is None else self._run_dir
         if trainer.ckpt_path and self._name:
             folder = run_dir_of(Path(folder), self._name)
-        self._fit.begin({**self._options, "run_dir": folder}, self._updates if trainer.ckpt_path else None)
+        self._fit.begin({**self._options, "run_dir": folder})
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._end()

@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 
 from resilient_train.data.fed import Fed
-from resilient_train.data.sequential import copied
-from resilient_train.durable.trees import rebuilt
 from resilient_train.extensions.computation import Measured
 from resilient_train.loop.arguments import PlacedAccelerator
-from resilient_train.loop.hooks import Metrics
 from resilient_train.loop.rows_of_loader import NumberedBatch
 from resilient_train.trainers.follower import Follower
 
@@ -32,13 +27,12 @@ class Place(NamedTuple):
 
 
 class Logged:
-    """What was logged so far, the state of metrics, and the module's lists: a batch that runs again counts once."""
+    """What was logged so far, and the module's lists: a batch that runs again counts once."""
 
-    def __init__(self, trainer: Any, metrics: Metrics) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._results, self._connector = trainer.fit_loop.epoch_loop._results, trainer._logger_connector
         self._entries = {key: dict(vars(entry)) for key, entry in self._results.items()}  # of tensors never changed
         self._hook = self._connector._current_fx
-        self._metrics, self._counted = metrics, rebuilt(metrics.counted(), copied)
         own = vars(trainer.lightning_module)
         tables = own, *(one for one in own.values() if type(one) is dict)
         self._lists = [(one, len(one)) for table in tables for one in table.values() if type(one) is list]
@@ -49,7 +43,6 @@ class Logged:
         for key, entry in self._entries.items():
             vars(self._results[key]).update(entry)
         self._connector._current_fx = self._hook
-        self._metrics.restore(rebuilt(self._counted, copied))
         for one, count in self._lists:
             del one[count:]
 
@@ -67,7 +60,6 @@ class Fit(Follower):
         self._logged: Logged | None = None  # before the newest update, until that has landed
         self._output: dict[str, Any] | None = None  # of the last batch of the newest update, if it was retried
         self._examined = -1  # updates until the newest examination
-        self._metrics = Metrics(module)
         self._replace(self._inner, "run", self._run)
         self._replace(self._strategy, "backward", self._backward)
         self._replace(self._plugin, "optimizer_step", self._step)
@@ -79,8 +71,7 @@ class Fit(Follower):
         self._replace(trainer.fit_loop, "on_run_end", self._end)
         self._replace(trainer.fit_loop, "_load_combined_loader_states", self._number_rows, always=True)
 
-    def begin(self, options: dict[str, Any], made: int | None) -> None:
-        """Make the guard. `made` updates were complete in the checkpoint that is resumed; None if it does not say."""
+    def begin(self, options: dict[str, Any]) -> None:
         trainer, optimizers = self._trainer, self._trainer.optimizers
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise ValueError("Guarded: training_step(dataloader_iter) is not supported yet: take a batch")
@@ -99,10 +90,8 @@ class Fit(Follower):
             optimizers,
             batch_size=int(getattr(getattr(loaders[0], "batch_sampler", loaders[0]), "batch_size", None) or 1),
             accumulation=trainer.accumulate_grad_batches,
-            made=trainer.global_step if made is None else made,
+            made=trainer.global_step,
             planned=trainer.estimated_stepping_batches,
-            # Others begin again. Without a length Lightning fetches a batch ahead, and loses it in a resume.
-            keeps_places=all(isinstance(one, _Stateful) and sized_len(one) is not None for one in loaders),
             is_saver=trainer.is_global_zero,
             objective=Measured(self._measured, "training_step", key="module"),
             clip=(trainer.gradient_clip_val or None) if by_norm else None,
@@ -110,10 +99,6 @@ class Fit(Follower):
             kept={f"average_{number}": one for number, one in enumerate(averages) if one is not None},
             **options,
         )
-
-    @property
-    def complete_updates(self) -> int:
-        return self.samples.newest_stop // self.samples.slicing.samples - self._is_open
 
     def _end(self, plain: Any) -> None:
         """End the guard before a callback takes over in `on_train_end`, for example with averages of the weights."""
@@ -153,7 +138,7 @@ class Fit(Follower):
         batch, rows = self.samples.healthy(kwargs["batch"], self._rows)
         if not self._is_open:
             self._has_gradients, self._output = False, None
-            self._logged = Logged(self._trainer, self._metrics)
+            self._logged = Logged(self._trainer)
         self.feed([batch], [self._place()._replace(batch=index)], [rows])
         kwargs = OrderedDict(kwargs, batch=self.next_batch())
         self.note(self._zero())  # for a training_step without a loss
@@ -219,7 +204,7 @@ class Fit(Follower):
         return self.norm
 
     def _measured(self, model: Any, batch: Any) -> torch.Tensor:
-        logged, was_quiet, self._is_quiet = Logged(self._trainer, self._metrics), self._is_quiet, True
+        logged, was_quiet, self._is_quiet = Logged(self._trainer), self._is_quiet, True
         try:
             return super()._measured(model, batch)
         finally:
@@ -251,7 +236,7 @@ class Fit(Follower):
             return
         if self._is_open:
             self.leave_out()
-        logged = Logged(self._trainer, self._metrics)
+        logged = Logged(self._trainer)
         super().examine(is_end=is_end)
         self._is_quiet = False
         logged.restore()

@@ -51,16 +51,6 @@ def test_damage_that_a_scan_finds_is_neither_evaluated_nor_saved(tmp_path: Path)
     assert (tmp_path / "struck" / file).read_bytes() == (tmp_path / "healthy" / file).read_bytes()
 
 
-def test_the_best_state_is_none_with_damage(tmp_path: Path) -> None:
-    """The next evaluations decide, and the trainer loads what they chose."""
-    more = EVALUATED | {"eval_steps": 2, "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True}
-    state = trained("vit", tmp_path, "hot_lr", steps=programs.AT + 8, **more).state
-    assert len(list(tmp_path.glob("unverified-*"))) == 1
-    assert state.best_global_step > programs.AT + 4
-    assert Path(state.best_model_checkpoint).name == f"checkpoint-{state.best_global_step}"
-    assert Path(state.best_model_checkpoint).exists()
-
-
 def test_the_best_weights_at_the_end_leave_no_incident_open(tmp_path: Path) -> None:
     """A run that ends soon after an incident, and loads the weights of its best evaluation, says that it recovered."""
     more = EVALUATED | {"eval_steps": 4, "save_steps": 4, "load_best_model_at_end": True}

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, IterableDataset
 
 L = pytest.importorskip("lightning")
-pytest.importorskip("torchmetrics")
 
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
 from lightning_programs import AT, BATCH, WARNINGS, Fitted, Net, Rows, fit, loader, trainer_of  # noqa: E402

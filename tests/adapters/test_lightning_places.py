@@ -11,7 +11,6 @@ import pytest
 import torch
 
 L = pytest.importorskip("lightning")
-pytest.importorskip("torchmetrics")
 
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
 from lightning_programs import BATCH, WARNINGS, Fitted, Net, Rows, loader, trainer_of  # noqa: E402
@@ -21,8 +20,8 @@ pytestmark = [pytest.mark.filterwarnings(one) for one in WARNINGS]
 BAD = 170  # a row
 
 
-class Batches:
-    """A loader whose rows have no index, and which begins each pass from the first; one row is bad."""
+class Stateful:
+    """A loader whose rows have no index, and which resumes in the middle of a pass; one row is bad."""
 
     def __init__(self) -> None:
         rows = Rows(bad=(BAD,))
@@ -37,10 +36,6 @@ class Batches:
         for number in range(first, len(self)):
             self.fetched = number + 1
             yield self.batches[number]
-
-
-class Stateful(Batches):
-    """One that resumes in the middle of a pass."""
 
     def state_dict(self) -> dict[str, int]:
         return {"first": self.fetched}
@@ -75,14 +70,6 @@ def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path) -> No
     assert incident["actions"] == [{"remedy": "skip"}]
     assert resumed.weights == whole.weights
     assert resumed.trainer.global_step == whole.trainer.global_step
-
-
-def test_a_loader_that_begins_again_leaves_out_no_others(tmp_path: Path) -> None:
-    """After a resume its samples have other places: a run without a history trains on the same ones."""
-    fit(tmp_path, Net(), Batches(), accumulate_grad_batches=4)
-    path, more = tmp_path / "files" / "step=3.ckpt", {"callbacks": (), "accumulate_grad_batches": 4}
-    weights = [fit(place, Net(), Batches(), path, **more).weights for place in (tmp_path, tmp_path / "other")]
-    assert weights[0] == weights[1]
 
 
 class Counted(Net):
