@@ -350,10 +350,6 @@ class Guard(EngineGuard):
         with self._lost_device:
             return super().step(batch)
 
-    def step_in_turn(self, loss: torch.Tensor, optimizer: Any) -> UpdateResult:
-        with self._lost_device:
-            return super().step_in_turn(loss, optimizer)
-
     def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
         """Continue after the loop's own forward and backward; with `optimizer` the loss is its own, and it steps."""
         if optimizer is None:
@@ -363,7 +359,8 @@ class Guard(EngineGuard):
             raise TrainError("losses in turn cannot accumulate gradients: set gradient_accumulation_steps to 1")
         if self.objective is not None:
             raise TrainError("losses in turn have no objective, which is one loss for all: leave out objective=")
-        result = self.step_in_turn(loss, optimizer)
+        with self._lost_device:
+            result = self.step_in_turn(loss, optimizer)
         self._updater.drop_gradients(in_turn=True)
         return result
 

@@ -18,6 +18,7 @@ import torch
 
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
+from resilient_train.ground.files import siblings
 from resilient_train.ground.wording import log
 from resilient_train.loop import arguments
 from resilient_train.loop.guard import Guard
@@ -303,8 +304,7 @@ def run_dir_of(usual: Path, name: str) -> Path:
 
 
 def _rename(path: Path) -> None:
-    names = (f"unverified{number}-{path.name}" for number in ("", *(f"-{one}" for one in range(2, 100))))
-    to = next((path.with_name(name) for name in names if not path.with_name(name).exists()), path)
+    to = next(one for one in siblings(path.with_name(f"unverified-{path.name}")) if not one.exists())
     try:
         path.rename(to)
     except OSError as error:
