@@ -370,18 +370,6 @@ class Guard(EngineGuard):
         with self._lost_device:
             return super().settle()
 
-    # For a trainer.
-
-    def take_norm(self, norm: torch.Tensor | None) -> None:
-        """Take the norm of the gradients at hand, if the trainer has measured it before it clipped them."""
-        assert isinstance(self._updater.clipper, TrainersClipper)
-        self._updater.clipper.norm = norm
-
-    def leave_out(self, *, keeps_buffers: bool = False) -> None:
-        """Give up the update at hand. Buffers may stay if they are finite, for which the host waits for the device."""
-        with self._marks.finite_buffers() if keeps_buffers else nullcontext():
-            self._put_back_batch()
-
     def leave(self) -> Path | None:
         """Write the state when `batches` has ended, so that the run can resume from it; return its path."""
         self._left = self._left or self._finish_saving(healthy=not self.stopped)
@@ -433,6 +421,18 @@ class Guard(EngineGuard):
     def recent_loss(self) -> float | None:
         """The median of the last 50 accepted losses."""
         return self._parts.updates.recent_loss
+
+    # For a trainer.
+
+    def take_norm(self, norm: torch.Tensor | None) -> None:
+        """Take the norm of the gradients at hand, if the trainer has measured it before it clipped them."""
+        assert isinstance(self._updater.clipper, TrainersClipper)
+        self._updater.clipper.norm = norm
+
+    def leave_out(self, *, keeps_buffers: bool = False) -> None:
+        """Give up the update at hand. Buffers may stay if they are finite, for which the host waits for the device."""
+        with self._marks.finite_buffers() if keeps_buffers else nullcontext():
+            self._put_back_batch()
 
     # For the command.
 
