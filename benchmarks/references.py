@@ -87,7 +87,7 @@ PROGRAMS = {  # of referenced/programs.py, and their arguments
     "flipped": ("balanced", "off"),
     "hot_stretch": ("30 10 100 objective adamw", "100 10 40 handed_over adamw", "1000 5 20 objective sgd"),
     "hugging_face": ("llama nan_batch", "gpt2 bit_flip", "gpt2 operation", "vit bad_rows"),
-    "lightning": ("rows", "operation", "rate", "bit_flip in_turn"),
+    "lightning": ("rows", "operation", "rate", "bit_flip"),
 }
 CLINIC = {  # by cause
     "data": ("first.nan_inputs", "first.outlier_labels", "first.label_out_of_range", "first.broken_files"),

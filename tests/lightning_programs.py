@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning as L
 import torch
-import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import Logger
 from torch import nn
@@ -28,7 +27,6 @@ WARNINGS = [  # of Lightning, that tests ignore
     "ignore:.training_step. returned .None",
     "ignore:Checkpoint directory .* exists and is not empty",
     "ignore:Be aware that when using",
-    "ignore:Using ModelCheckpoint with manual optimization",
 ]
 
 for _name in ("lightning.pytorch", "lightning.fabric"):
@@ -64,7 +62,7 @@ class Recorder(Logger):  # type: ignore[misc]
 
 
 class Net(L.LightningModule):  # type: ignore[misc]
-    """A small classifier with everything that has a state of its own: running statistics, dropout, a metric."""
+    """A small classifier with everything that has a state of its own: running statistics, dropout."""
 
     def __init__(self, fault: str = "", schedule: Any = None, at: int = AT) -> None:
         super().__init__()
@@ -73,7 +71,6 @@ class Net(L.LightningModule):  # type: ignore[misc]
             *(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1)),
             *(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)),
         )
-        self.accuracy: Any = torchmetrics.Accuracy("multiclass", num_classes=4)
         self.fault, self.schedule, self.at, self.was_struck = fault, schedule, at, False
         self.struck: Any = self.net[4]
 
@@ -104,8 +101,6 @@ class Net(L.LightningModule):  # type: ignore[misc]
         x, y = batch
         logits = self.net(self.spoiled(x))
         loss = self.loss(logits, y)
-        self.accuracy(logits.detach().nan_to_num(), y)
-        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.log("loss", loss, on_step=True, on_epoch=True)
         if self.fault == "none" and batch_idx % 5 == 2:
             return None
@@ -113,7 +108,7 @@ class Net(L.LightningModule):  # type: ignore[misc]
 
     def on_after_backward(self) -> None:
         if self.strikes("nan_gradient"):
-            grads = [one.grad for one in self.parameters() if one.requires_grad]  # a generator may be toggled off
+            grads = [one.grad for one in self.parameters() if one.requires_grad]
             next(one for one in grads if one is not None).view(-1)[3] = math.nan
         if self.fault == "raises" and self.trainer.global_step == AT:
             raise ZeroDivisionError("of the user")
@@ -196,124 +191,3 @@ def fit(
     module, trainer = Net(fault, schedule, at), trainer_of(place, guarded=guarded, **more)
     trainer.fit(module, loader((17, 99) if fault == "rows" else (), workers), DataLoader(Rows(64), 32))
     return Fitted(trainer, module, trainer.logger.rows, place)
-
-
-class Manual(Net):
-    """The same with manual optimization: `how` it steps, and a generator beside a critic for the ways of several."""
-
-    def __init__(self, how: str, fault: str = "", at: int = AT, schedule: Any = None) -> None:
-        super().__init__(fault, schedule, at)
-        self.automatic_optimization, self.how, self.calls = False, how, 0
-        self.is_pair = how in ("in turn", "critic", "both first")
-        self.generator: Any = nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
-        self.critic: Any = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(32, 1))
-        if self.is_pair:
-            self.struck = self.critic[0]
-
-    @property
-    def total(self) -> int:
-        """Batches until now: `global_step` counts each step of each optimizer."""
-        return int(self.trainer.fit_loop.epoch_loop.total_batch_idx)
-
-    @property
-    def is_time(self) -> bool:
-        return self.total >= self.at
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        x = self.spoiled(x)
-        loss = self.step_pair(x, batch_idx) if self.is_pair else self.step_alone(x, y, batch_idx)
-        for schedule in self.schedules() if self.how != "accumulated" or batch_idx % 4 == 3 else ():
-            schedule.step()
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return {"loss": loss.detach(), "batch": batch_idx}
-
-    def schedules(self) -> list[Any]:
-        found = self.lr_schedulers()
-        return found if isinstance(found, list) else [] if found is None else [found]
-
-    def step_alone(self, x: torch.Tensor, y: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        optimizer: Any = self.optimizers()
-
-        if self.how == "closure":
-            losses = []
-
-            def closure() -> torch.Tensor:
-                optimizer.zero_grad()
-                losses.append(self.loss(self.net(x), y))
-                self.manual_backward(losses[0])
-                return losses[0]
-
-            optimizer.step(closure=closure)
-            return losses[0].detach()
-        loss = self.loss(self.net(x), y)
-        if self.how == "accumulated":
-            self.manual_backward(loss / 4)
-            if batch_idx % 4 == 3 or self.trainer.is_last_batch:
-                optimizer.step()
-                optimizer.zero_grad()
-            return loss
-        for _ in range(3 if self.how == "three times" else 1):
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=1.0)
-            optimizer.step()
-            loss = self.loss(self.net(x), y) if self.how == "three times" else loss
-        return loss
-
-    def step_pair(self, x: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        of_critic, of_generator = self.optimizers()
-        fake = self.generator(torch.randn(len(x), 4))
-
-        def of_both() -> torch.Tensor:
-            real, made = self.critic(x), self.critic(fake.detach())
-            loss = nn.functional.softplus(-real).mean() + nn.functional.softplus(made).mean()
-            if self.fault == "operation":
-                loss = loss + 0.01 * torch.sqrt(1 - torch.sigmoid(64 * real)).mean()
-            return loss
-
-        def of_made() -> torch.Tensor:
-            loss: torch.Tensor = nn.functional.softplus(-self.critic(fake)).mean()
-            return loss * math.nan if self.strikes("nan_second") else loss
-
-        if self.how == "both first":
-            first, second = of_both(), of_made()
-            of_critic.zero_grad()
-            of_generator.zero_grad()
-            self.manual_backward(first, inputs=[*self.critic.parameters()])
-            self.manual_backward(second, inputs=[*self.generator.parameters()])
-            of_critic.step()
-            of_generator.step()
-            return first + second
-        self.toggle_optimizer(of_critic)
-        first = of_both()
-        of_critic.zero_grad()
-        self.manual_backward(first)
-        of_critic.step()
-        self.untoggle_optimizer(of_critic)
-        if self.how == "critic" and batch_idx % 3:
-            return first
-        with of_generator.toggle_model():
-            second = of_made()
-            of_generator.zero_grad()
-            self.manual_backward(second)
-            of_generator.step()
-        return first + second
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        pass
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-    def configure_optimizers(self) -> Any:
-        alone = [[*self.net.parameters()]]
-        parts = [[*self.critic.parameters()], [*self.generator.parameters()]] if self.is_pair else alone
-        optimizers = [torch.optim.AdamW(part, 3e-3) for part in parts]
-        if self.fault == "rate":
-            hot = [LambdaLR(one, lambda step: 100.0 if AT <= step < AT + 10 else 1.0) for one in optimizers]
-            return optimizers, hot
-        return optimizers, [self.schedule(one) for one in optimizers if self.schedule is not None]
-
-
-WAYS = ("alone", "closure", "accumulated", "three times", "in turn", "critic", "both first")

@@ -97,36 +97,6 @@ class Counting:
         self.at = state["at"]
 
 
-class Buffered(Counting):
-    """Shuffles through a buffer, and leaves the buffer out of its state: what it held is lost with it."""
-
-    epoch, size = 0, 5
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        numbers = random.Random(self.epoch)
-        buffer: list[int] = []
-        while self.at < self.rows or buffer:
-            while self.at < self.rows and len(buffer) < self.size:
-                buffer.append(self.at)
-                self.at += 1
-            index = buffer.pop(numbers.randrange(len(buffer)))
-            yield {"x": torch.rand(6), "y": torch.ones(1), "index": index}
-
-
-class Unrepeatable(Counting):
-    """Has the two methods, and still gives other rows every time."""
-
-    drawn = 0
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for row in super().__iter__():
-            Unrepeatable.drawn += 1
-            yield {**row, "index": Unrepeatable.drawn}
-
-
 class Forgetful:
     def __iter__(self) -> Iterator[Tensor]:
         yield torch.zeros(6)

@@ -189,10 +189,10 @@ def hugging_face(program: str, fault: str) -> None:
     trainer.train()
 
 
-def lightning(fault: str, how: str = "") -> None:
-    """A Trainer of Lightning, with automatic optimization or, of the `how` given, manual."""
+def lightning(fault: str) -> None:
+    """A Trainer of Lightning."""
     programs: Any = importlib.import_module("lightning_programs")
-    module = programs.Manual(how.replace("_", " "), fault) if how else programs.Net(fault)
+    module = programs.Net(fault)
     trained.append(module)
     guarded = resilient_train.lightning.Guarded(run_dir=RUN)
     trainer = programs.trainer_of(Path("output"), guarded=False, callbacks=(guarded,))

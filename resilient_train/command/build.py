@@ -92,7 +92,15 @@ def assemble(
     extensions = [kind.configured(getattr(config, kind.node), steps, history) for kind in configured]
     for one in extensions:
         rows = one.wrapped(rows)
-    samples = data.samples(rows, config.data, slicing, world, seed=seed, collate=collate)
+    samples = data.samples(
+        *(rows, slicing, world),
+        seed=seed,
+        collate=collate,
+        shuffle=config.data.shuffle,
+        num_workers=config.data.num_workers,
+        name=config.data.train["_target_"],
+        keys=("data.train._target_", "data.num_workers"),
+    )
     evaluation = None
     if config.data.eval and config.data.eval.get("_target_"):
         dataset = compose.build("data.eval", config.data.eval)

@@ -134,7 +134,7 @@ class Controls(RunControl):
 
 def _skipped_samples(samples: Data) -> Effect:
     def restore(state: Any) -> None:
-        for start, stop in state if samples.keeps_places else ():
+        for start, stop in state:
             samples.skip(int(start), int(stop))
 
     def undo(state: Any) -> None:

@@ -142,7 +142,6 @@ class Data(Protocol):
     rows: int  # that have an index; 0: none has
     skipped: Any  # spans of positions: those that were `added`, and all `spans`
     is_fed: bool  # a trainer fetches them, and makes its updates itself
-    keeps_places: bool  # after a resume the same samples are at a position
 
     @property
     def quarantined(self) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from resilient_train.core.randomness import Purpose, mix, seed_host
-from resilient_train.data.rows import Collate, Retries, SeededRows, no_watchdog
+from resilient_train.data.rows import Collate, Retries, no_watchdog, seeded
 from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
-from resilient_train.data.sequential import IterableSamples
+from resilient_train.data.sequential import LoaderSamples, RowStream
 from resilient_train.data.stream import Key, Stream
 from resilient_train.ground.errors import ConfigError, TrainError
 from resilient_train.ground.reader import DataConfig
@@ -58,7 +58,7 @@ class IterableEvaluation:
     def batches(self, beat: Callable[[], None] = no_watchdog) -> Iterator[Weighted]:
         if self._pristine is not None:
             self.dataset.load_state_dict(copy.deepcopy(self._pristine))
-        rows = SeededRows(self.dataset, self.seed)
+        rows = seeded(self.dataset, self.seed)
         number = self.slicing.rank
         while group := list(islice(rows, self.slicing.batch_size * self.slicing.world)):
             for batch, weight in zip(*_split(group, self.slicing), strict=True):
@@ -83,24 +83,31 @@ def _split(items: Sequence[Any], slicing: Slicing) -> tuple[list[Sequence[Any]],
 
 
 def samples(
-    dataset: Any, config: DataConfig, slicing: Slicing, world: World, *, seed: int, collate: Collate
+    dataset: Any,
+    slicing: Slicing,
+    world: World,
+    *,
+    seed: int,
+    collate: Collate,
+    shuffle: bool,
+    num_workers: int,
+    name: str,
+    keys: tuple[str, str] = ("data", "num_workers"),
 ) -> Samples:
-    key, path = "data.train._target_", config.train["_target_"]
-    if not _is_map_style(dataset, key, path):
+    """`keys` are what errors call the data set, which has a `name`, and the number of workers."""
+    key, of_workers = keys
+    if not _is_map_style(dataset, key, name):
         lacks = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(dataset, name, None))]
         if lacks:
             why = f"an iterable data set must be able to rewind, and this {type(dataset).__name__} lacks"
-            raise ConfigError(key, path, f"{why} {' and '.join(lacks)}")
-        if config.num_workers:
+            raise ConfigError(key, name, f"{why} {' and '.join(lacks)}")
+        if num_workers:
             why = "an iterable data set is read in the training process, where it can be rewound exactly: use 0"
-            raise ConfigError("data.num_workers", config.num_workers, why)
-        try:
-            return IterableSamples(dataset, slicing, seed=seed, collate=collate, least=world.least)
-        except ValueError as error:
-            raise ConfigError(key, path, str(error)) from error
-    stream = Stream(len(dataset), seed, shuffle=config.shuffle)
+            raise ConfigError(of_workers, num_workers, why)
+        return LoaderSamples(RowStream(dataset, slicing, seed, collate), least=world.least)
+    stream = Stream(len(dataset), seed, shuffle=shuffle)
     pins = world.device.type == "cuda"
-    return MapSamples(dataset, stream, slicing, collate=collate, num_workers=config.num_workers, pin_memory=pins)
+    return MapSamples(dataset, stream, slicing, collate=collate, num_workers=num_workers, pin_memory=pins)
 
 
 def evaluation(

@@ -1,4 +1,4 @@
-"""Samples that a trainer fetches: kept as long as an update may be repeated."""
+"""Samples that cannot be fetched from any position, of a trainer or a loader: kept while an update may be repeated."""
 
 from __future__ import annotations
 
@@ -24,24 +24,22 @@ from resilient_train.ground.wording import log
 
 _MAX_BYTES_OF_DEVICE = 2**26  # of kept batches that are not in the memory of the host
 _MAX_BYTES = 2**30  # of kept batches: older ones are fetched again, or left out of a repetition
-_REMEMBERED, _MAX_ROWS = 10_000, 2**22  # older updates whose rows are known, and rows, of 8 bytes each
-_LEAST_REMEMBERED = 128  # updates: no diagnosis goes further back
-_REPLAYED = 64  # of these, the newest: then also what the trainer counted is known
+_REMEMBERED = 512  # older updates whose rows are known
 
 
 @dataclass(slots=True)
 class Fed:
-    """An update as the trainer fetched it."""
+    """An update as it was fetched."""
 
     start: int
     stop: int
-    batches: list[Any] | None  # None once it is too old to be kept
-    rows: list[array[int]]  # of each batch; empty if they have no index
+    drawn: int = 0  # batches, or rows, of the loader before it
+    batches: list[Any] | None = field(default_factory=list)  # None once it is too old to be kept
+    rows: list[array[int]] = field(default_factory=list)  # of each batch; empty if they have no index
     nbytes: int = 0  # of what is kept
-    number: int = 0  # of its first batch in the epoch, for a trainer that counts them
+    fresh: list[Any] = field(default_factory=list)  # the batches of a loader as they came, until they are handed out
     settings: Sequence[list[dict[str, Any]]] = ()  # what the trainer's schedule set in each optimizer's groups for it
-    before: Any = None  # what else the trainer counts, as it was before it
-    more: dict[str, Any] = field(default_factory=dict)  # what the trainer needs to make it again
+    places: list[Any] = field(default_factory=list)  # what else the trainer counts, as it was before each batch
     prepared: list[Any] = field(default_factory=list)  # what it has made of the batches; kept as long as these
 
     @property
@@ -50,7 +48,7 @@ class Fed:
 
 
 class FedSamples(Samples):
-    """Updates in the order in which a trainer fetched them; after a rewind they come again."""
+    """Updates in the order in which they were fetched; after a rewind they come again."""
 
     is_fed = True
 
@@ -61,44 +59,42 @@ class FedSamples(Samples):
         dataset: Any = None,
         collate: Collate | None = None,
         updates: int = 0,
-        keeps_places: bool = True,
         least: Callable[[float], float] = lambda number: number,
     ) -> None:
         """`collate` makes a batch of rows of `dataset`, which is map-style; without them rows have no index.
 
-        `updates` were made by earlier processes; with `keeps_places` a resume finds its place in the data. `least` is
-        that of a number over all ranks, which may have kept different numbers of batches.
+        `updates` were made by earlier processes. `least` is that of a number over all ranks, which may have kept
+        different numbers of batches.
         """
         self.slicing, self.dataset, self._least = slicing, dataset, least
-        self.position, self.keeps_places = updates * slicing.samples, keeps_places
+        self.position = updates * slicing.samples
         self.rows = len(dataset) if dataset is not None else 0
         self.stream, self._fetcher = Stream(self.rows, 0), RepeatableBatches(dataset, collate or list)
         self.skipped = self.stream.skipped
         self._fed: deque[Fed] = deque()  # that may come again
-        most = _MAX_ROWS // (slicing.batch_size * slicing.accumulation)
-        self._older = deque[Fed](maxlen=min(_REMEMBERED, max(_LEAST_REMEMBERED, most)))  # without their batches
+        self._older = deque[Fed](maxlen=_REMEMBERED)  # without their batches
         self._kept_bytes = 0  # of all batches that are kept
         self._has_dropped = False
         self.newest_stop = self.position  # the end of everything that was fetched
         self.current: Fed | None = None  # the update that was served last
         self._served: Update | None = None  # the same, as it was served
+        self._unserved: Fed | None = None  # the trainer has fetched it now: it runs it also if it is to be skipped
 
-    def feed(self, batches: list[Any], rows: Sequence[Sequence[int]] = ()) -> Fed:
-        """Take the micro-batches of one update; `rows` are the indices of their rows, if these are known of all."""
-        fed = Fed(self.newest_stop, self.newest_stop + self.slicing.samples, [], [])
+    def feed(self) -> Fed:
+        """Begin the next update, which `feed_more` gives its micro-batches."""
+        fed = Fed(self.newest_stop, self.newest_stop + self.slicing.samples)
         self._fed.append(fed)
+        self._unserved = fed if self.is_fed else None
         self.newest_stop = fed.stop
-        known = rows if len(rows) == len(batches) else [()] * len(batches)
-        for batch, some in zip(batches, known, strict=True):
-            self.feed_more(fed, batch, some)
         return fed
 
     def feed_more(self, fed: Fed, batch: Any, rows: Sequence[int] = ()) -> None:
+        """Add a micro-batch; `rows` are the indices of its rows, which an update has of all of them or of none."""
         assert fed.batches is not None
         are_known = bool(rows) and len(fed.rows) == len(fed.batches)
         fed.batches.append(batch)
         fed.rows = [*fed.rows, array("q", rows)] if are_known else []
-        if fed is self.current:  # not if it is left out
+        if fed is self.current:
             assert self._served is not None
             self._served.batches.append(rebuilt(batch))
             self._served.keys[:] = fed.keys
@@ -107,11 +103,9 @@ class FedSamples(Samples):
     def cut(self, fed: Fed, count: int) -> None:
         """Forget the micro-batches of the newest update that follow its first `count`, which were not taken."""
         assert fed.batches is not None
-        every = [fed.batches, fed.rows, *fed.more.values()]
-        if fed is self.current and self._served is not None:
-            every += [self._served.batches, self._served.keys]
-        for one in every:
-            del one[count:]
+        served = [self._served.batches, self._served.keys] if self._served and fed is self.current else []
+        for every in (fed.batches, fed.rows, fed.places, *served):
+            del every[count:]
 
     def keep(self, fed: Fed, made: Any) -> None:
         """Count what was added to an update, and drop the batches of older ones if all take too much."""
@@ -143,9 +137,6 @@ class FedSamples(Samples):
             fed = self._fed.popleft()
             self._drop_batches(fed)
             self._older.append(fed)
-            if len(self._older) > _REPLAYED:  # of the others only the rows are asked for
-                old = self._older[-_REPLAYED - 1]
-                old.settings, old.before, old.more = (), None, {}
 
     def at(self, start: int) -> Fed:
         known = chain(reversed(self._fed), reversed(self._older))
@@ -153,8 +144,7 @@ class FedSamples(Samples):
 
     @property
     def skips_newest(self) -> bool:
-        newest = self._fed[-1]
-        return self.skipped.end_at(newest.start) != newest.start
+        return self._is_skipped(self._fed[-1])
 
     @property
     def is_behind(self) -> bool:
@@ -164,16 +154,17 @@ class FedSamples(Samples):
         self.position = self.newest_stop
         return False
 
+    def _is_skipped(self, fed: Fed) -> bool:
+        return self.skipped.end_at(fed.start) != fed.start
+
     def _ahead(self) -> Iterator[Fed]:
         ahead = [*takewhile(lambda fed: fed.start >= self.position, reversed(self._fed))]
-        for fed in reversed(ahead):
-            is_available = fed.batches is not None or fed.rows
-            if is_available and self.skipped.end_at(fed.start) == fed.start:
-                yield fed
+        return (fed for fed in reversed(ahead) if (fed.batches or fed.rows) and not self._is_skipped(fed))
 
     def _drop_batches(self, fed: Fed) -> None:
         self._kept_bytes -= fed.nbytes
         fed.batches, fed.nbytes = None, 0
+        fed.fresh.clear()
         fed.prepared.clear()
 
     def _without_quarantined(self, keys: Sequence[Key]) -> list[Key]:
@@ -186,7 +177,7 @@ class FedSamples(Samples):
         return next((fed.start for fed in self._ahead()), self.position)
 
     def next_update(self) -> Update:
-        fed = next(self._ahead(), None)
+        fed, self._unserved = self._unserved or next(self._ahead(), None), None
         if fed is None:
             raise TrainError("the trainer has fetched no batch for the next update")
         bad, again = self.stream.quarantined, list[Any]()
@@ -196,7 +187,6 @@ class FedSamples(Samples):
             fed.rows = [array("q", [key.row for key in keys]) for keys in healthy]
             fed.batches = again = [self.collated(keys) for keys in healthy]
         self.keep(fed, again)
-        assert fed.batches is not None
         self.position, self.current = fed.stop, fed
         self._served = Update(fed.start, fed.stop, self.handed_out(fed), fed.keys)
         return self._served
@@ -217,19 +207,9 @@ class FedSamples(Samples):
         self._fed.clear()
         self._older.clear()
 
-    def _fetch_again_from(self, position: int) -> None:
-        for fed in self._fed:
-            self._drop_batches(fed)
-        before = [fed for fed in chain(self._older, self._fed) if fed.start < position]
-        self._fed.clear()
-        self._older.clear()
-        self._older.extend(before)
-        self.position = self.newest_stop = position
-
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
         within = [fed for fed in chain(self._older, self._fed) if start <= fed.start < stop]
-        made = [fed for fed in within if self.skipped.end_at(fed.start) == fed.start]
-        return tuple(sorted({row for fed in made for rows in fed.rows for row in rows}))
+        return tuple(sorted({row for fed in within if not self._is_skipped(fed) for rows in fed.rows for row in rows}))
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
         return self.at(start).keys

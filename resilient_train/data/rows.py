@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from resilient_train.core.randomness import Purpose, mix, preserved, seed_host
 from resilient_train.data.stream import Key, Stream
-from resilient_train.data.trees import sha256
+from resilient_train.data.trees import rebuilt, sha256
 from resilient_train.ground.errors import StorageFailed, in_one_line
 from resilient_train.ground.wording import counted, log
 
@@ -29,7 +29,6 @@ _LASTING_ERRORS = {  # errors of the file or of this machine: a retry would fail
     *(errno.EINVAL, errno.EBADF, errno.EEXIST, errno.EROFS, errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
 _DRAWS = 5  # of substitutes; after that the data set, or the collate function, is broken as a whole
-_FEW = 3  # substitutes in all draws but the first: the fewer, the likelier that none of them is bad itself
 _STORM = 4  # rows of a micro-batch that the storage fails to return; if they are a quarter of it, no row is bad
 
 
@@ -81,14 +80,13 @@ class Retries:
 class FailedRow(NamedTuple):
     row: int
     error: str  # in one line, with the place in the user's code
-    may_pass: bool = False  # whether it was an error of the storage or a connection
 
 
 Made = tuple[Any, Sequence[Key], Sequence[FailedRow]]  # a micro-batch, the keys of its rows, and rows that failed
 
 
 def with_substitutes(keys: Sequence[Key], stream: Stream, rows: RepeatableBatches, retries: Retries) -> Made:
-    """Make a micro-batch, with others for rows that raise when they are fetched again, too; raise if no others help."""
+    """Make a micro-batch, with another for rows that raise when they are fetched again, too; raise if none helps."""
     try:
         return rows.collated(keys), keys, ()
     except Exception:
@@ -97,12 +95,10 @@ def with_substitutes(keys: Sequence[Key], stream: Stream, rows: RepeatableBatche
             with suppress(Exception):
                 return rows.of_rows(fetched, keys), keys, ()
         of_storage = [error for error in raised.values() if may_pass(error)]
-        if len(of_storage) < max(_STORM, len(keys) / 4):
-            retries = Retries(retries.beat)
-            for draw in range(_DRAWS):
-                others = stream.others(keys, draw, without=raised)[: len(keys) if draw == 0 else _FEW]
-                if others and (found := _without_bad_rows(keys, raised, others, rows, retries)) is not None:
-                    return found
+        for draw in range(_DRAWS if len(of_storage) < max(_STORM, len(keys) / 4) else 0):
+            for other in stream.others(keys[:1], draw, without=raised):
+                if (made := _without_bad_rows(keys, raised, other, rows, Retries(retries.beat))) is not None:
+                    return made
         if of_storage:
             what = f"{len(of_storage)} of {len(keys)} rows of a batch could not be fetched"
             raise StorageFailed(what, in_one_line(of_storage[0])) from of_storage[0]
@@ -130,13 +126,9 @@ def fetched_again(
 
 
 def _without_bad_rows(
-    keys: Sequence[Key],
-    raised: Mapping[int, Exception],
-    others: Sequence[Key],
-    rows: RepeatableBatches,
-    retries: Retries,
+    keys: Sequence[Key], raised: Mapping[int, Exception], other: Key, rows: RepeatableBatches, retries: Retries
 ) -> Made | None:
-    """Make the batch of as many rows, without those that raise or do not collate; None if `others` do so as well."""
+    """Make the batch with `other` for rows that raise or do not collate; None if it does not help."""
 
     def made(some: Sequence[Key]) -> tuple[Any, Exception | None]:
         try:
@@ -147,24 +139,20 @@ def _without_bad_rows(
             return None, error
 
     def mixed() -> list[Key]:
-        return [other if key.row in bad else key for key, other in zip(keys, instead, strict=True)]
+        return [other if key.row in bad else key for key in keys]
 
     bad = dict(raised)
-    instead = [others[place % len(others)] for place in range(len(keys))]
     batch, error = made(mixed())
-    if error is not None:  # a row that does not collate raises again next to any other
-        pairs = zip(keys, instead, strict=True)
-        errors = {key.row: made([other, key])[1] for key, other in pairs if key.row not in bad}
-        odd = {row: why for row, why in errors.items() if why is not None}
-        if len(keys) == 1:
-            odd = {keys[0].row: error}
+    if error is not None:  # a row that does not collate raises again next to another
+        errors = {key.row: made([other, key])[1] for key in keys if key.row not in bad}
+        odd = {row: why for row, why in errors.items() if why is not None} if len(keys) > 1 else {keys[0].row: error}
         if len(odd) > max(1, (len(keys) - 1) // 2):
-            return None  # these others are odd themselves, or two rows never collate
+            return None  # the other one is odd itself, or two rows never collate
         bad |= odd
         batch, error = made(mixed())
     if error is not None:
         return None
-    return batch, mixed(), [FailedRow(row, in_one_line(why), may_pass(why)) for row, why in bad.items()]
+    return batch, mixed(), [FailedRow(row, in_one_line(why)) for row, why in bad.items()]
 
 
 Collate = Callable[[list[Any]], Any]
@@ -215,27 +203,17 @@ class RepeatableBatches:
         return list(fetch_many(rows)) if fetch_many else [self.dataset[row] for row in rows]
 
 
-class SeededRows:
-    """The rows of an iterable data set, which stands at the `first`, each with its own random numbers. Not a generator,
-    which would end with the first error: a data set that is its own iterator continues.
-    """
-
-    def __init__(self, dataset: Iterable[Any], seed: int, epoch: int = 0, first: int = 0) -> None:
-        self._seed, self._epoch, self._number = seed, epoch, first
-        self._seed_row()  # some data sets fetch their first row in iter()
-        self._rows = iter(dataset)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        self._seed_row()
-        row = next(self._rows)
-        self._number += 1
-        return row
-
-    def _seed_row(self) -> None:
-        seed_host(mix(Purpose.ROW, self._seed, self._epoch, self._number))
+def seeded(dataset: Iterable[Any], seed: int) -> Iterator[Any]:
+    """Yield the rows of an iterable data set, each with its own random numbers."""
+    seed_host(mix(Purpose.ROW, seed, 0))  # some data sets fetch their first row in iter()
+    rows = iter(dataset)
+    for number in count():
+        seed_host(mix(Purpose.ROW, seed, number))
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        yield row
 
 
 class _Probe:
@@ -268,7 +246,7 @@ def _digest_of(dataset: Any, row: int) -> str | None:
         for _ in range(2):
             seed_host(mix(Purpose.ROW, 0, 0, row))
             try:
-                seen.add(sha256(_lasting(dataset[row])))
+                seen.add(sha256(rebuilt(dataset[row], _lasting)))
             except Exception:
                 return None
     return seen.pop() if len(seen) == 1 else None
@@ -285,14 +263,8 @@ def change(known: Mapping[str, Any], dataset: Any) -> str:
     return ""
 
 
-def _lasting(node: Any) -> Any:
+def _lasting(leaf: Any) -> Any:
     """Return what is the same in the next process: the data of a row, but only the class of other objects."""
-    if isinstance(node, Mapping):
-        return {str(key): _lasting(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [_lasting(value) for value in node]
-    if isinstance(node, np.generic):
-        return _lasting(node.item())
-    if isinstance(node, _PLAIN_TYPES) or (isinstance(node, np.ndarray) and not node.dtype.hasobject):
-        return node
-    return type(node).__name__
+    leaf = leaf.item() if isinstance(leaf, np.generic) else leaf
+    is_data = isinstance(leaf, _PLAIN_TYPES) or (isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject)
+    return leaf if is_data else type(leaf).__name__

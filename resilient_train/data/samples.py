@@ -23,17 +23,15 @@ from resilient_train.data.rows import (
     FailedRow,
     RepeatableBatches,
     Retries,
-    may_pass,
     no_watchdog,
     with_substitutes,
 )
 from resilient_train.data.stream import Key, Ranges, Span, Stream
-from resilient_train.ground.errors import StorageFailed, in_one_line
+from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.wording import log
 from resilient_train.processes.process_exit import exit_with_parent
 
 _MOST_SAMPLES = 2**24  # samples of one process in an update
-_STORM_UPDATES, _STORM_ROWS = 16, 8  # if so many rows fail in so few updates, the storage is to blame, not the rows
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,8 @@ class Samples(ABC):
     beat: Callable[[], None] = staticmethod(no_watchdog)  # called while fetches are retried, or a place is looked for
     rows: int = 0
     is_fed: bool = False  # a trainer fetches them, and makes its updates itself
-    keeps_places: bool = True  # after a resume the same samples are at a position
     sees_now: bool = False  # see `as_of_now`
+    counts_batches: bool = False  # the length of the data is that in micro-batches
     stream: Stream  # the order in which rows come, if they have an index
     _fetcher: RepeatableBatches
     _batches: Iterator[Any] | None = None  # what was fetched ahead, from `position` on
@@ -199,7 +197,6 @@ class MapSamples(Samples):
         self._plan = _Plan(stream, slicing)
         self._loader: DataLoader[Any] | None = None
         self._trouble_until: int | None = None  # the end of the last update that took a second try
-        self._failed: dict[int, int] = {}  # rows that the storage failed to return, and the positions of their updates
 
     def next_update(self) -> Update:
         """An error from a worker does not say which row raised it: the rows are then fetched again in this process."""
@@ -214,13 +211,12 @@ class MapSamples(Samples):
             # error is the worker's own: it dies or is dead.
             is_passed_on = any(frame.f_code.co_name == "reraise" for frame, _ in walk_tb(error.__traceback__))
             lost_worker = self.num_workers > 0 and not is_passed_on
-            is_of_rows = may_pass(error) and not lost_worker
         else:
             planned = self._plan.ahead.popleft()
             assert planned.start >= self.position
             self.position = planned.stop
             return Update(planned.start, planned.stop, batches, self.slicing.of_this_rank(planned.keys))
-        return self._fetched_here(trouble, is_of_rows=is_of_rows, lost_worker=lost_worker)
+        return self._fetched_here(trouble, lost_worker=lost_worker)
 
     def slice_as(self, slicing: Slicing) -> bool:
         self.slicing = self._plan.slicing = slicing
@@ -246,7 +242,7 @@ class MapSamples(Samples):
             fetching._worker_pids_set = False
         return fetching  # type: ignore[no-any-return]
 
-    def _fetched_here(self, trouble: str, *, is_of_rows: bool, lost_worker: bool) -> Update:
+    def _fetched_here(self, trouble: str, *, lost_worker: bool) -> Update:
         """Make the next update in this process, row by row if necessary. Workers start again after it."""
         self._batches, retries = None, Retries(self.beat)
         span = self.stream.take(self.position, self.slicing.samples)
@@ -256,30 +252,20 @@ class MapSamples(Samples):
             batches.append(batch)
             keys.append(mixed)
             failed |= {row.row: row for row in bad}
-        self._require_storage([row for row in failed.values() if row.may_pass], span.start)
         if not failed:  # a worker that died, a disk that was away for a moment
             is_again, is_first = self._trouble_until == span.start, self._trouble_until is None
             # Rows that fail now and then are reported once; the death of a worker costs seconds every time.
             if is_first or retries.pauses or (lost_worker and not is_again):
                 log.warning("data: %s; the same rows arrived at another try, and training continues", trouble)
             self._trouble_until = span.stop
-            if not is_of_rows:
+            if lost_worker:
                 self._loader = None  # a loader that has lost a worker cannot be iterated again
-                if is_again and self.num_workers:
+                if is_again:
                     self.num_workers = 0
                     why = "workers fail at once, for example because shared memory is missing"
                     log.warning("data: %s: rows are fetched without them", why)
         self.position = span.stop
         return Update(span.start, span.stop, batches, keys, tuple(failed.values()))
-
-    def _require_storage(self, failed: Sequence[FailedRow], start: int) -> None:
-        """Raise if so many rows fail within a few updates that the storage is to blame."""
-        first = start - _STORM_UPDATES * self.slicing.samples
-        self._failed = {row: at for row, at in self._failed.items() if first < at <= start}
-        self._failed |= {row.row: start for row in failed}
-        if failed and len(self._failed) >= max(_STORM_ROWS, self.slicing.batch_size * self.slicing.accumulation // 2):
-            what = f"{len(self._failed)} rows could not be fetched within {_STORM_UPDATES} updates"
-            raise StorageFailed(what, failed[0].error)
 
 
 class _Plan:

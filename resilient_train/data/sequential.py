@@ -6,7 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from inspect import isgeneratorfunction
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,11 @@ from torch.utils.data import DataLoader
 from resilient_train.core.randomness import Purpose, mix, seed_all, seed_host
 from resilient_train.core.transaction import Update
 from resilient_train.data.fed import Fed, FedSamples
-from resilient_train.data.rows import Collate, Retries, SeededRows, no_watchdog
+from resilient_train.data.rows import Collate, Retries, no_watchdog
 from resilient_train.data.samples import Slicing
-from resilient_train.data.trees import rebuilt, sha256
+from resilient_train.data.trees import rebuilt
 from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.ground.wording import log
-
-_BEAT_EVERY = 1_000  # rows that are only read to find a place
-_COMPARED = 4  # rows that show whether the same place was found again
 
 
 class LoaderBatches:
@@ -33,19 +30,22 @@ class LoaderBatches:
     before it, in a resumed run, too. `StatefulDataLoader` and the like, and numbered rows, continue at their place.
     """
 
+    counts_batches = True  # the length of the loader is that
+    most_kept: int | None = None  # updates; None: as many as memory allows
+
     def __init__(self, loader: Any, slicing: Slicing, seed: int, device: torch.device) -> None:
         self.loader, self.slicing, self.seed, self.device = loader, slicing, seed, device
         self.beat: Callable[[], None] = no_watchdog
         self.drawn = 0
         self._batches: Iterator[Any] | None = None
         is_dataloader = isinstance(loader, DataLoader) and not hasattr(loader, "use_stateful_dataloader")
-        self._stateful: Any = loader if is_dataloader and hasattr(loader, "load_state_dict") else None
+        self._is_stateful = is_dataloader and hasattr(loader, "load_state_dict")
         self._marks = deque[Any]()  # batches drawn before, and how it continues there
 
     def place(self, drawn: int) -> dict[str, Any]:
         """Return what it takes to continue behind so many batches."""
-        if self._stateful is not None and drawn == self.drawn:
-            self._marks.append((drawn, copy.deepcopy(self._stateful.state_dict())))
+        if self._is_stateful and drawn == self.drawn:
+            self._marks.append((drawn, self._mark()))
         before = [one for one in self._marks if one[0] <= drawn][-1:]
         return {"drawn": drawn, "loader": [[drawn - at, mark] for at, mark in before]}
 
@@ -68,12 +68,16 @@ class LoaderBatches:
         for _ in range(behind):
             self._next_batch()
 
-    def _load(self, mark: Any) -> None:
-        self._stateful.load_state_dict(copy.deepcopy(mark))
-
     def fetch(self) -> list[tuple[Any, Sequence[int]]]:
         """Fetch the micro-batches of the next update, with the indices of their rows if these are known."""
         return [(self._next_batch(), ()) for _ in range(self.slicing.accumulation)]
+
+    def handed_out(self, kept: Sequence[Any], start: int) -> list[Any]:
+        """Return the micro-batches of what was kept of the update that begins at `start`."""
+        return [rebuilt(batch, copied) for batch in kept]
+
+    def close(self) -> None:
+        self._batches = None
 
     def begun(self) -> Iterator[Any]:
         """Begin an epoch, with the random numbers that belong to its first batch."""
@@ -82,23 +86,86 @@ class LoaderBatches:
     def seed_for(self, batch: int) -> None:
         seed_all(mix(Purpose.LOADER, self.seed, batch, self.slicing.rank), self.device)
 
+    def _mark(self) -> Any:
+        return copy.deepcopy(self.loader.state_dict())
+
+    def _load(self, mark: Any) -> None:
+        self.loader.load_state_dict(copy.deepcopy(mark))
+
+    def _ended(self) -> None:
+        """Prepare for the next epoch."""
+        self._batches = None
+
+    def _failed(self) -> None:
+        """Prepare for another try: most loaders continue after an error; a generator has ended."""
+
     def _next_batch(self) -> Any:
-        self.seed_for(self.drawn)
-        self.drawn += 1
+        number, self.drawn = self.drawn, self.drawn + 1
         retries, failed, ends = Retries(self.beat), "", 0
         while ends < 2:
+            self.seed_for(number)
             try:
                 if self._batches is None:
                     self._batches = self.begun()
                 return next(self._batches)
             except StopIteration:
-                self._batches, ends = None, ends + 1
-            except Exception as error:  # most loaders continue after it; a generator has ended, and is iterated again
+                ends += 1
+                self._ended()
+            except Exception as error:
                 failed = in_one_line(error)
                 retries.pause_or_raise(error, "fetching a batch of the loader")
+                self._failed()
         if failed:
             raise StorageFailed("a batch of the loader could not be fetched, and it cannot be iterated again", failed)
         raise TrainError("data: the loader is empty, or it has ended and cannot be iterated again: give one that can")
+
+
+class RowStream(LoaderBatches):
+    """The rows of an iterable data set, epoch after epoch, each with its own random numbers: the batches of the base.
+
+    Every rank reads all of them and keeps its share: 1, 2 or 4 processes see the same updates. The state of the data
+    set is trusted: what a shuffle buffer holds, most of them leave out.
+    """
+
+    counts_batches = False
+    most_kept = 2  # rows may be of any size, which is not known: a rewind to before them reads again
+
+    def __init__(self, dataset: Any, slicing: Slicing, seed: int, collate: Collate) -> None:
+        super().__init__(dataset, slicing, seed, torch.device("cpu"))
+        self.collate, self._is_stateful, self._epoch = collate, True, 0
+        self._pristine = copy.deepcopy(dataset.state_dict())
+        self._load([0, self._pristine])
+
+    def fetch(self) -> list[tuple[Any, Sequence[int]]]:
+        return [([self._next_batch() for _ in range(self.slicing.samples)], ())]
+
+    def handed_out(self, kept: Sequence[Any], start: int) -> list[Any]:
+        """Make this rank's batches of the rows, in containers of their own: a collate function may change these."""
+        batches, (rows,) = [], kept
+        for number, some in enumerate(self.slicing.of_this_rank(rows)):
+            place = number * self.slicing.world + self.slicing.rank  # among the micro-batches on all ranks
+            seed_host(mix(Purpose.COLLATE, self.seed, start, place))
+            batches.append(self.collate([rebuilt(row) for row in some]))
+        return batches
+
+    def seed_for(self, batch: int) -> None:
+        seed_host(mix(Purpose.ROW, self.seed, batch))
+
+    def _mark(self) -> Any:
+        return [self._epoch, super()._mark()]
+
+    def _load(self, mark: Any) -> None:
+        self._epoch, state = mark
+        self._batches = None
+        if hasattr(self.loader, "set_epoch"):
+            self.loader.set_epoch(self._epoch)
+        super()._load(state)
+
+    def _ended(self) -> None:
+        self._load([self._epoch + 1, self._pristine])
+
+    def _failed(self) -> None:
+        self._load(self._mark())  # an iterator that has raised has ended
 
 
 class LoaderSamples(FedSamples):
@@ -108,7 +175,7 @@ class LoaderSamples(FedSamples):
 
     def __init__(self, source: LoaderBatches, **more: Any) -> None:
         super().__init__(source.slicing, **more)
-        self.loader, self._source = source.loader, source
+        self.loader, self.counts_batches, self._source = source.loader, source.counts_batches, source
 
     @property
     def next_start(self) -> int:
@@ -121,19 +188,25 @@ class LoaderSamples(FedSamples):
         return super().next_update()
 
     def handed_out(self, fed: Fed) -> list[Any]:
-        kept, fresh = fed.more.pop("fresh", (None, []))
-        return fresh if kept is fed.batches else [rebuilt(batch, _copied) for batch in fed.batches or ()]
+        fresh, fed.fresh = fed.fresh, []
+        return fresh or self._source.handed_out(fed.batches or (), fed.start)
 
     def starts(self, after: int, samples: int) -> list[int]:
         while self.slicing.world == 1 and self.newest_stop <= after + samples:  # else other ranks have to fetch, too
             self._fetch()
         return super().starts(after, samples)
 
+    def slice_as(self, slicing: Slicing) -> bool:
+        if self.counts_batches:
+            return False
+        self.slicing = self._source.slicing = slicing
+        return True
+
     def state_dict(self) -> dict[str, Any]:
         ahead = next(self._ahead(), None)
         if ahead is None:  # what was skipped was drawn, too
             return {"position": self.newest_stop, **self._source.place(self._source.drawn)}
-        return {"position": ahead.start, **self._source.place(ahead.number)}
+        return {"position": ahead.start, **self._source.place(ahead.drawn)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         kept = next((fed.start for fed in self._fed if fed.batches is not None or fed.rows), self.newest_stop)
@@ -147,149 +220,36 @@ class LoaderSamples(FedSamples):
 
     def forget_before(self, position: int) -> None:
         super().forget_before(position)
-        self._source.forget_before(self._fed[0].number if self._fed else self._source.drawn)
+        self._source.forget_before(self._fed[0].drawn if self._fed else self._source.drawn)
 
     def close(self) -> None:
         super().close()
-        self._source._batches = None
-
-    def _fetch(self) -> None:
-        drawn = self._source.drawn
-        made = [self.healthy(batch, rows) for batch, rows in self._source.fetch()]
-        fed = self.feed([rebuilt(batch, _copied) for batch, _ in made], [rows for _, rows in made])
-        fed.number = drawn
-        fed.more["fresh"] = fed.batches, [rebuilt(batch) for batch, _ in made]
-
-
-class RowStream(LoaderBatches):
-    """The rows of an iterable data set, epoch after epoch, each with its own random numbers: the batches of the base.
-
-    Every rank reads all of them and keeps its share: 1, 2 or 4 processes see the same updates. Some states leave out
-    what a shuffle buffer holds. So a place is noted with a state whose next rows were read since, and these show
-    whether it leads there. If it does not, the epoch is read from its first row.
-    """
-
-    def __init__(self, dataset: Any, slicing: Slicing, seed: int) -> None:
-        """Begin at the first row. Raises ValueError if the data set does not repeat itself."""
-        super().__init__(dataset, slicing, seed, torch.device("cpu"))
-        self._pristine, self._is_exact = copy.deepcopy(dataset.state_dict()), True
-        self._marks.append((0, [0, 0, None, ""]))  # rows drawn; epoch, row, state, digest of the rows that follow
-        self._require_repetition()
-
-    def place(self, drawn: int) -> dict[str, Any]:
-        if drawn == self.drawn and self._is_exact and self._marks[-1][0] < drawn:
-            self._marks.append((drawn, [self._epoch, self._row, copy.deepcopy(self.loader.state_dict()), None]))
-        at, mark = next(one for one in reversed(self._marks) if one[0] <= drawn and one[1][-1] is not None)
-        return {"drawn": drawn, "loader": [[drawn - at, mark]]}
-
-    def forget_before(self, drawn: int) -> None:
-        while len(self._marks) > 1 and self._marks[1][0] <= drawn and self._marks[1][1][-1] is not None:
-            self._marks.popleft()
-
-    def _load(self, mark: Any) -> None:
-        epoch, row, state, digest = mark
-        if state is not None and self._leads_to(epoch, row, state, digest):
-            self._begin(epoch, row, state)
-        else:
-            self._read_to(epoch, row)
-
-    def fetch(self) -> list[tuple[Any, Sequence[int]]]:
-        (at, mark), began = self._marks[-1], self.drawn
-        rows = [self._next_batch() for _ in range(self.slicing.samples)]
-        if at == began and mark[-1] is None:
-            mark[-1] = sha256(rows[:_COMPARED])
-        return [(rows, ())]
-
-    def _next_batch(self) -> Any:
-        """Read one row. If that fails for a moment, the epoch is read again: an iterator that has raised has ended."""
-        self.drawn += 1
-        retries, epoch, row = Retries(self.beat), self._epoch, self._row
-        while True:
-            try:
-                if retries.pauses:
-                    self._read_to(epoch, row)
-                return self._next_row()
-            except Exception as error:
-                retries.pause_or_raise(error, f"reading row {row} of epoch {epoch}")
-
-    def _next_row(self) -> Any:
-        assert self._batches is not None
-        for row in self._batches:
-            self._row += 1
-            return row
-        if self._row == 0:
-            raise TrainError("data: the iterable data set has no rows any more")
-        self._begin(self._epoch + 1, 0, self._pristine)
-        return self._next_row()
-
-    def _begin(self, epoch: int, row: int, state: Any) -> None:
-        self._epoch, self._row = epoch, row
-        if hasattr(self.loader, "set_epoch"):
-            self.loader.set_epoch(epoch)
-        self.loader.load_state_dict(copy.deepcopy(state))
-        self._batches = SeededRows(self.loader, self.seed, epoch, row)
-
-    def _read_to(self, epoch: int, row: int) -> None:
-        self._begin(epoch, 0, self._pristine)
-        for number in range(row):
-            self._next_row()
-            if number % _BEAT_EVERY == 0:
-                self.beat()
-
-    def _leads_to(self, epoch: int, row: int, state: Any, digest: str) -> bool:
-        try:
-            self._begin(epoch, row, state)
-            is_same: bool = sha256([self._next_row() for _ in range(min(_COMPARED, self.slicing.samples))]) == digest
-            why = "it leads to other rows"
-        except Exception as error:
-            is_same, why = False, in_one_line(error)
-        if not is_same:
-            self._is_exact, kind = False, type(self.loader).__name__
-            log.warning("data: the state of this %s cannot be used (%s): its epoch is read again", kind, why)
-        return is_same
-
-    def _require_repetition(self) -> None:
-        first = []
-        for _ in range(2):
-            self._begin(0, 0, self._pristine)
-            first.append([sha256(row) for row in islice(self._batches or (), _COMPARED)])  # there may be fewer
-        if not first[0]:
-            raise ValueError("the iterable data set is empty: it has no rows")
-        self._begin(0, 0, self._pristine)
-        if first[0] != first[1]:
-            raise ValueError("gives other rows after load_state_dict than before, so a run over it cannot be repeated")
-
-
-class IterableSamples(LoaderSamples):
-    """Samples of an iterable data set that rewinds. Two updates are kept; a rewind to before them reads rows again."""
-
-    def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate, **more: Any) -> None:
-        """Raises ValueError if the data set does not repeat itself."""
-        super().__init__(RowStream(dataset, slicing, seed), **more)
-        self.seed, self.collate = seed, collate
-
-    def handed_out(self, fed: Fed) -> list[Any]:
-        """Make this rank's batches of the rows, in containers of their own: a collate function may change these."""
-        batches, (rows,) = [], fed.batches or ([],)
-        for number, some in enumerate(self.slicing.of_this_rank(rows)):
-            place = number * self.slicing.world + self.slicing.rank  # among the micro-batches on all ranks
-            seed_host(mix(Purpose.COLLATE, self.seed, fed.start, place))
-            batches.append(self.collate([rebuilt(row) for row in some]))
-        return batches
+        self._source.close()
 
     def keep(self, fed: Fed, made: Any) -> None:
-        if len(self._fed) > 2:
-            self._drop_batches(self._fed[-3])
-
-    def slice_as(self, slicing: Slicing) -> bool:
-        self.slicing = self._source.slicing = slicing
-        return True
+        if (most := self._source.most_kept) is None:
+            super().keep(fed, made)
+        elif len(self._fed) > most:
+            self._drop_batches(self._fed[-most - 1])
 
     def _fetch(self) -> None:
-        drawn = self._source.drawn
-        rows = [rebuilt(row, _copied) for row in self._source.fetch()[0][0]]
-        self.feed([rows]).number = drawn
+        drawn, made = self._source.drawn, [self.healthy(batch, rows) for batch, rows in self._source.fetch()]
+        fed = self.feed()
+        fed.drawn = drawn
+        for batch, rows in made:
+            self.feed_more(fed, rebuilt(batch, copied), rows)
+        if self.counts_batches:
+            fed.fresh = [rebuilt(batch) for batch, _ in made]
+
+    def _fetch_again_from(self, position: int) -> None:
+        for fed in self._fed:
+            self._drop_batches(fed)
+        before = [fed for fed in chain(self._older, self._fed) if fed.start < position]
+        self._fed.clear()
+        self._older.clear()
+        self._older.extend(before)
+        self.position = self.newest_stop = position
 
 
-def _copied(leaf: Any) -> Any:
+def copied(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf.clone() if torch.is_tensor(leaf) else leaf

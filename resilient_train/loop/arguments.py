@@ -31,14 +31,12 @@ from resilient_train.core.updater import Schedule
 from resilient_train.data import build
 from resilient_train.data.rows import Collate, change
 from resilient_train.data.samples import Samples, Slicing
-from resilient_train.data.sequential import IterableSamples, LoaderSamples
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.extensions import load
 from resilient_train.ground.errors import ConfigError, TrainError, named_type, unusable
 from resilient_train.ground.files import conf, load_yaml
 from resilient_train.ground.reader import (
     ClipConfig,
-    DataConfig,
     DiskConfig,
     MemoryConfig,
     checked,
@@ -155,7 +153,9 @@ def unwrapped(model: nn.Module, world: World) -> nn.Module:
             if kind.__module__.startswith(package):
                 raise ValueError(f"model: {why}")
     inner = getattr(model, "_orig_mod", model)
-    synchronized = {id(weight) for _, one in _replicated(inner) for weight in one.parameters()}
+    parts = [getattr(one, "_orig_mod", one) for one in (inner, *inner.children())]
+    replicated = [one for one in parts if isinstance(one, DistributedDataParallel)]
+    synchronized = {id(weight) for one in replicated for weight in one.parameters()}
     is_replicated = any(map(is_sharded, model.parameters())) or (
         bool(synchronized) and all(id(one) in synchronized for one in model.parameters() if one.requires_grad)
     )
@@ -176,19 +176,10 @@ def unwrapped(model: nn.Module, world: World) -> nn.Module:
     return bare
 
 
-def _replicated(model: nn.Module) -> list[tuple[str, DistributedDataParallel]]:
-    """Return what DDP replicates, the model or networks in it, each with the beginning of the names of its weights."""
-    several = [("", model), *((f"{name}.", one) for name, one in model.named_children())]
-    several = [(name, getattr(one, "_orig_mod", one)) for name, one in several]
-    return [(name, one) for name, one in several if isinstance(one, DistributedDataParallel)]
-
-
 def own_weights(model: nn.Module) -> frozenset[str] | None:
     """Return the weights that DDP does not synchronize; None for a model that is not replicated."""
-    replicated = _replicated(getattr(model, "_orig_mod", model))
-    if not replicated:
-        return None
-    return frozenset(f"{name}{ignored}" for name, one in replicated for ignored in one.parameters_to_ignore)
+    inner = getattr(model, "_orig_mod", model)
+    return frozenset(inner.parameters_to_ignore) if isinstance(inner, DistributedDataParallel) else None
 
 
 def objective(given: Any) -> Measured | None:
@@ -261,14 +252,8 @@ def samples(
     if is_function or is_loader(given):
         loader = functools.partial(_drawn, given) if is_function else given
         return rows_of_loader.samples_of(loader, world.least, slicing, seed, world.device)
-    name, collate = type(given).__name__, collate or default_collate
-    config = DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
-    try:
-        return build.samples(given, config, slicing, world, seed=seed, collate=collate)
-    except ConfigError as error:  # it has the keys of a configuration
-        is_workers = error.key.endswith("num_workers")
-        key, value = ("num_workers", error.value) if is_workers else ("data", name)
-        raise ConfigError(key, value, error.why) from None
+    more: Any = {"seed": seed, "shuffle": shuffle, "num_workers": num_workers, "collate": collate or default_collate}
+    return build.samples(given, slicing, world, name=type(given).__name__, **more)
 
 
 def _drawn(function: Callable[[], Any]) -> Iterator[Any]:
@@ -280,15 +265,14 @@ def _drawn(function: Callable[[], Any]) -> Iterator[Any]:
 
 
 def steps_per_epoch(samples: Samples) -> int:
-    counts_batches = isinstance(samples, LoaderSamples) and not isinstance(samples, IterableSamples)
     counted: Any = getattr(samples, "loader", getattr(samples, "dataset", ()))
     try:
-        count = len(counted) if counts_batches else samples.rows or len(counted)
+        count = len(counted) if samples.counts_batches else samples.rows or len(counted)
     except TypeError:
         why = "this data has no len(), so the length of an epoch is unknown: use guard.batches(n)"
         raise TrainError(f"epochs: {why}") from None
     slicing = samples.slicing
-    return -(-count // (slicing.accumulation if counts_batches else slicing.samples)) or 1
+    return -(-count // (slicing.accumulation if samples.counts_batches else slicing.samples)) or 1
 
 
 def schedules(given: Any, optimizers: list[Optimizer]) -> list[Schedule]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -45,7 +45,6 @@ from resilient_train.loop import arguments
 from resilient_train.loop.hooks import (
     DirectStepCheck,
     HealthyUpdates,
-    Metrics,
     NotePlace,
     RecordedStates,
     TrainersClipper,
@@ -257,10 +256,10 @@ class Guard(EngineGuard):
                 raise TypeError(f"keep({name}=...): a {type(item).__name__} has no {missing}, so it cannot rewind")
             if self._has_begun:
                 raise TrainError(f"keep({name}=...): the run has begun, and its first state lacks this: call it before")
-            if isinstance(item, nn.Module) and any(hasattr(one, "_update_count") for one in item.modules()):
-                self.state.keep(name, Metrics(item))
-            else:
-                self.state.keep(name, item)
+            for one in item.modules() if isinstance(item, nn.Module) else ():
+                if hasattr(one, "persistent"):  # a metric of torchmetrics, which leaves out what it has counted
+                    cast(Any, one).persistent(True)
+            self.state.keep(name, item)
 
     def remember(self, name: str, item: Stateful) -> None:
         """Save an object that does not rewind, and restore it when the run resumes."""
@@ -318,10 +317,6 @@ class Guard(EngineGuard):
         with self._watched():
             return super().step(batch)
 
-    def step_in_turn(self, loss: torch.Tensor, optimizer: Any) -> UpdateResult:
-        with self._watched():
-            return super().step_in_turn(loss, optimizer)
-
     def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
         """Continue after the loop's own forward and backward; with `optimizer` the loss is its own, and it steps."""
         if optimizer is None:
@@ -331,7 +326,8 @@ class Guard(EngineGuard):
             raise TrainError("losses in turn cannot accumulate gradients: set gradient_accumulation_steps to 1")
         if self.objective is not None:
             raise TrainError("losses in turn have no objective, which is one loss for all: leave out objective=")
-        result = self.step_in_turn(loss, optimizer)
+        with self._watched():
+            result = self.step_in_turn(loss, optimizer)
         self._updater.drop_gradients(in_turn=True)
         return result
 
@@ -403,6 +399,18 @@ class Guard(EngineGuard):
                 one.escaped(error)
             raise
 
+    # For a trainer.
+
+    def take_norm(self, norm: torch.Tensor | None) -> None:
+        """Take the norm of the gradients at hand, if the trainer has measured it before it clipped them."""
+        assert isinstance(self._updater.clipper, TrainersClipper)
+        self._updater.clipper.norm = norm
+
+    def leave_out(self, *, keeps_buffers: bool = False) -> None:
+        """Give up the update at hand. Buffers may stay if they are finite, for which the host waits for the device."""
+        with self._marks.finite_buffers() if keeps_buffers else nullcontext():
+            self._put_back_batch()
+
     # For the command.
 
     def stop_now(self) -> None:
@@ -412,7 +420,6 @@ class Guard(EngineGuard):
         """Undo what affects the whole process: worker processes and patched code."""
         for one in self._run.extensions:
             one.close()
-        self._direct_steps.is_over = True
         self.samples.close()
         self._keeper.wait()
         self._keeper.progress.close()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from resilient_train.core.clip import Clipper, clip, gradients, scale
@@ -98,12 +97,11 @@ def _readable(size: float) -> str:
 
 
 class DirectStepCheck:
-    """Notices optimizer steps outside of the guard: an error while the loop has a batch, else one warning."""
+    """Notices an optimizer step of the loop's own, which would pass the gate."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.running: Literal["loop", "guard"] | None = None
         self._before: Literal["loop", "guard"] | None = None
-        self.is_over = False  # the guard is closed: steps after it are on purpose; or one was warned of
         for optimizer in optimizers:
             optimizer.step = self._watched(optimizer, optimizer.step)  # type: ignore[method-assign]
 
@@ -123,13 +121,6 @@ class DirectStepCheck:
                     "the loop stepped an optimizer itself, past the gate: remove optimizer.step(), "
                     "guard.step and guard.update do it"
                 )
-            if self.running is None and not self.is_over:
-                self.is_over = True
-                log.warning(
-                    "optimizer.step() was called outside of guard.batches(): such updates are not protected, and a "
-                    "rewind does not know of them; a trainer is guarded by resilient_train.hf.guard(trainer), or "
-                    "callbacks=[resilient_train.lightning.Guarded()]"
-                )
             optimizer._opt_called = True
             return plain(*args, **kwargs)
 
@@ -139,41 +130,15 @@ class DirectStepCheck:
         return watched
 
 
-class Metrics:
-    """Metrics of torchmetrics, or a module that has some: their `state_dict` leaves out what they have counted."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._metrics = {path: one for path, one in module.named_modules() if hasattr(one, "_update_count")}
-
-    def state_dict(self) -> dict[str, Any]:
-        counted = {
-            path: {name: getattr(one, name) for name in (*one._defaults, "_update_count", "_computed")}
-            for path, one in self._metrics.items()
-        }
-        return {"module": self._module.state_dict(), "counted": counted}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._module.load_state_dict(state["module"])
-        for path, values in state["counted"].items():
-            vars(self._metrics[path]).update(values)
-
-
 class TrainersClipper(Clipper):
     """Takes the norm that a trainer has measured, which has clipped the gradients already."""
 
     norm: torch.Tensor | None = None  # of the newest gradients, before they were clipped; None if it was not measured
-    may_change = False  # the gradients, by the trainer's callbacks, after it was measured
-    has_own_limits = False  # user code asks the trainer to clip, to a norm that is not known here
 
     def _clipped(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
-        if (norm := self.norm) is None:
-            norm = clip(weights, over_ranks=self.over_ranks)
-        elif self.has_own_limits:
-            self.is_by_norm = False
-        elif self.may_change:
-            after = clip(weights, over_ranks=self.over_ranks)
-            norm = torch.where(after.isfinite(), norm, after)
+        norm = clip(weights, over_ranks=self.over_ranks)
+        if self.norm is not None:  # the trainer's callbacks may have changed the gradients since
+            norm = torch.where(norm.isfinite(), self.norm, norm)
         clipped_to = self.config.max_norm
         if max_norm is not None and max_norm != clipped_to:  # a remedy clips further
             clipped = norm if clipped_to is None else norm.clamp(max=clipped_to)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.data_loader import DataLoaderDispatcher, skip_first_batches
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
@@ -99,61 +98,63 @@ def number_rows(loader: Any) -> tuple[Any, Callable[[list[Any]], Any]] | None:
 
 
 class _Order(_Like):
-    """A batch sampler, from any of its batches on. A new iterator of a loader draws more before it than a used one."""
+    """A batch sampler that calls a function before it draws: a new iterator of a loader draws more before that."""
 
-    begins = next = 0  # the numbers of the first batch of the epoch, and of the next one
-
-    def __init__(self, batches: Any, seed_for: Callable[[int], None], generator: torch.Generator) -> None:
-        self.own, self._seed_for, self._generator = batches, seed_for, generator
-        self.mark: list[Any] = []  # the state of the generator at the beginning of the epoch, and Accelerate's count
+    def __init__(self, batches: Any, prepare: Callable[[], None]) -> None:
+        self.own, self._prepare = batches, prepare
 
     def __iter__(self) -> Iterator[Any]:
-        self._seed_for(self.begins)
-        if self.mark[0] is None:
-            self.mark[0] = self._generator.get_state()
-        self._generator.set_state(self.mark[0])
-        order = islice(self.own, self.next - self.begins, None)
-        first = [*islice(order, 1)]
-        self._seed_for(self.next)
-        yield from first
-        yield from order
+        self._prepare()
+        yield from self.own
 
 
 class _NumberedLoader(LoaderBatches):
-    """It continues at any batch without fetching those before it."""
+    """It continues at any batch without fetching those before it, but for two.
+
+    What an epoch depends on is noted at its first batch: the state of the loader's generator, and Accelerate's count.
+    """
 
     def __init__(self, loader: Any, *more: Any) -> None:
         super().__init__(loader, *more)
         base = getattr(loader, "base_dataloader", loader)
-        samplers = [base.batch_sampler]
+        samplers = [base, base.batch_sampler]
         for name in ("batch_sampler", "sampler"):  # of Accelerate's shard, and of torch's
             samplers += [getattr(samplers[-1], name)] if hasattr(samplers[-1], name) else []
-        # One of somebody else's may draw from what is not restored.
-        self._has_places = all(type(one).__module__.partition(".")[0] in ("torch", "accelerate") for one in samplers)
-        found = [getattr(one, "generator", None) for one in (base, *samplers)]
-        generator = next((one for one in found if one is not None), torch.Generator())
-        self._behind: tuple[int, Any] | None = None  # how many batches behind which mark it continues
-        self._order = base.__dict__["batch_sampler"] = _Order(base.batch_sampler, self.seed_for, generator)
+        found = [getattr(one, "generator", None) for one in samplers]
+        self._generator = next((one for one in found if one is not None), torch.Generator())
+        self._iteration = getattr(loader, "iteration", 0)
+        self._continues = False  # in the epoch of the newest mark
+        base.__dict__["batch_sampler"] = _Order(base.batch_sampler, self._prepare)
         base.__dict__["_iterator"] = None  # persistent workers are not the caller's
 
     def continue_from(self, behind: int, mark: Any) -> None:
-        self._behind = behind, mark
+        self._marks.append((self.drawn - behind, mark))
+        self._continues = behind > 0
+        # The random numbers of the first batch follow those of the order, and Accelerate's loaders are a batch ahead.
+        again = min(behind, 2)
+        self.drawn -= again
+        for _ in range(again):
+            self._next_batch()
 
     def fetch(self) -> list[tuple[Any, Sequence[int]]]:
         made = [batch for batch, _ in super().fetch()]
         return [(one.own, one.rows) if isinstance(one, NumberedBatch) else (one, ()) for one in made]
 
     def begun(self) -> Iterator[Any]:
-        """What an epoch depends on is noted at its first batch, and restored to continue within it."""
-        skipped, mark = self._behind or (0, None)
-        self._behind = None
-        self._order.mark = mark or [None, getattr(self.loader, "iteration", None)]
-        self.loader.iteration = self._order.mark[1]
-        self._order.next = self.drawn - 1
-        self._order.begins = self._order.next - skipped
-        if self._has_places:
-            self._marks.append((self._order.begins, self._order.mark))
-        return super().begun()
+        if not self._continues:
+            self._marks.append((self.drawn - 1, [self._generator.get_state(), self._iteration]))
+        begins, (_, self._iteration) = self._marks[-1]
+        self._continues = False
+        passed = self.drawn - 1 - begins
+        loader = skip_first_batches(self.loader, passed) if passed else self.loader
+        loader.iteration = self._iteration
+        self._iteration += 1
+        return iter(loader)
+
+    def _prepare(self) -> None:
+        begins, (state, _) = self._marks[-1]
+        self.seed_for(begins)
+        self._generator.set_state(state)
 
 
 def samples_of(loader: Any, least: Callable[[float], float], *more: Any) -> LoaderSamples:

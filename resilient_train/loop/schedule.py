@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from resilient_train.core.updater import Schedule
 from resilient_train.ground.errors import TrainError
 
+_SCHEDULED = ("momentum", "betas")  # what torch's schedulers set in a parameter group besides the rate
 Curve = Callable[[int], float]  # accepted updates so far -> factor of the configured rate
 
 
@@ -97,7 +98,6 @@ class ShadowSchedule(Schedule):
         self.warmup_steps, self._stride = warmup_steps, stride
         self._advanced = 0  # how often the scheduler was stepped
         self._left_at: list[Any] | None = None  # counts of the scheduler when this had stepped it
-        self._moving = {"lr"}  # the settings that it changes: one that returns to where it began does so in the groups
 
     @classmethod
     def of(cls, scheduler: LRScheduler, optimizer: Optimizer, stride: int = 1) -> Self:
@@ -126,11 +126,9 @@ class ShadowSchedule(Schedule):
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         self.advance(step)
         factor = _warmup_factor(step, self.warmup_steps)
-        groups = self.shadow.param_groups
-        for group, original in zip(groups, self._original, strict=True):
-            self._moving.update(key for key, value in original.items() if group[key] != value)
         return [
-            {key: group[key] for key in self._moving if key in group} | {"lr": group["lr"] * factor} for group in groups
+            {key: group[key] for key in _SCHEDULED if key in group} | {"lr": group["lr"] * factor}
+            for group in self.shadow.param_groups
         ]
 
     def state_dict(self) -> Any:

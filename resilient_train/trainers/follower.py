@@ -11,18 +11,18 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from resilient_train.core.mark import Mark
-from resilient_train.core.updater import Schedule
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
+from resilient_train.ground.files import siblings
 from resilient_train.ground.wording import log
 from resilient_train.loop import arguments
 from resilient_train.loop.guard import Guard
-from resilient_train.loop.hooks import RecordedStates, TrainersClipper
+from resilient_train.loop.hooks import RecordedStates
 from resilient_train.loop.rows_of_loader import number_rows
 
 OLDEST = {"transformers": "5.22", "lightning": "2.5"}  # the versions that are tested, with the newest ones
@@ -50,23 +50,12 @@ def refuse_bad_options(who: str, options: Mapping[str, Any]) -> None:
     arguments.check_settings(**options)
 
 
-class TrainersSettings(Schedule):
-    """The settings of an optimizer's groups that the trainer's schedule made for the update at hand."""
-
-    is_loops = True
-    now: Sequence[dict[str, Any]] = ()
-
-    def settings(self, step: int) -> Sequence[dict[str, Any]]:
-        return self.now
-
-
 class Follower(ABC):
     """One loop of a trainer, from its first batch to its end; how the trainer runs a batch is in a subclass."""
 
     guard: Guard  # from `follow` on
     samples: FedSamples
-    fed: Fed  # the newest update; its `before` has a place for each micro-batch
-    _before: Mark  # of the run before it, if it is left out
+    fed: Fed  # the newest update
 
     def __init__(self) -> None:
         self.is_following = False  # from `follow` to `close`
@@ -119,35 +108,36 @@ class Follower(ABC):
         accumulation: int,
         made: int,
         planned: float,
-        keeps_places: bool,
         is_saver: bool,
+        resume: bool,
+        kept: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> None:
-        """Make the guard: everything is prepared. `options` are those of `Guard`.
+        """Make the guard, which keeps what is `kept`: everything is prepared. `options` are those of `Guard`.
 
-        Other processes `made` so many of the `planned` updates (-1 or very large: no end). It `keeps_places` if a
-        resume finds its place in the data. Damaged checkpoints are renamed by `is_saver`, which has written them.
+        Other processes `made` so many of the `planned` updates (-1 or very large: no end). Damaged checkpoints are
+        renamed by `is_saver`, which has written them.
         """
         world = arguments.world(accelerator)
+        self._optimizers, self._is_saver = optimizers, is_saver
         self.samples = FedSamples(
             Slicing(batch_size, accumulation, world.rank, world.size),
             dataset=self._dataset,
             collate=self._collate,
             updates=made,
-            keeps_places=keeps_places,
             least=world.least,
         )
         self.guard = guard = Guard(
             *(accelerator, model, optimizers),
             data=self.samples,
             batch_size=batch_size,
-            schedule=[TrainersSettings() for _ in optimizers],
+            resume=resume,
             **options,
         )
         guard.clock.step = guard.clock.tick = made
-        self._is_saver, self._updater = is_saver, guard._updater
-        assert isinstance(self._updater.clipper, TrainersClipper)
-        self._clipper = self._updater.clipper
+        guard.keep(**kept)
+        if resume:  # first, as an earlier process may have skipped the next update
+            guard.resume()
         assert isinstance(guard.seeds, RecordedStates)
         self._seeds = guard.seeds
         steps = int(planned) if 0 < planned < sys.maxsize else None
@@ -176,25 +166,21 @@ class Follower(ABC):
 
     # What the trainer's calls become.
 
-    def feed(self, batches: list[Any], rows: Sequence[Sequence[int]] = ()) -> Fed:
-        """Take the micro-batches of the next update, or more of one for which the trainer has made no step yet."""
+    def feed(self, batches: list[Any], places: list[Any], rows: Sequence[Sequence[int]] = ()) -> None:
+        """Take the micro-batches of the next update, or more of one for which the trainer has made no step yet, with
+        the places of the trainer before each of them.
+        """
         if self._is_open:
             self.samples.cut(self.fed, self.taken)  # a callback may have ended the epoch
-            for number, batch in enumerate(batches):
-                self.samples.feed_more(self.fed, batch, rows[number] if rows else ())
-            return self.fed
-        if self.guard._owes_resume:  # first, as an earlier process may have skipped this update
-            self.guard.resume()
-        self.fed, self.taken, self._loss = self.samples.feed(batches, rows), 0, None
-        self._is_open, self.is_left_out = True, self.samples.skips_newest
-        if self.is_left_out:
-            self._before = self.guard._marks.take()
-        return self.fed
+        else:
+            self.fed, self.taken, self._loss = self.samples.feed(), 0, None
+            self._is_open, self.is_left_out = True, self.samples.skips_newest
+        for number, (batch, place) in enumerate(zip(batches, places, strict=True)):
+            self.samples.feed_more(self.fed, batch, rows[number] if rows else ())
+            self.fed.places.append(place)
 
     def next_batch(self) -> Any:
         self.taken += 1
-        if self.is_left_out:
-            return (self.fed.batches or [])[self.taken - 1]
         if self._loss is not None:
             self.guard.update(self._loss)
         return next(self._batches)
@@ -215,9 +201,7 @@ class Follower(ABC):
     def _land(self) -> torch.Tensor | None:
         fed = self.fed
         if self.is_left_out:
-            self._updater.drop_gradients()
-            self.guard._marks.undo(self._before)
-            self.guard._marks.release(self._before)
+            self.guard.leave_out()
             return torch.full((), torch.nan)
         fed.settings = self._scheduled()
         assert self._loss is not None, "no forward and backward before the step"
@@ -227,14 +211,14 @@ class Follower(ABC):
 
     @property
     def at_hand(self) -> Fed:
-        return self.fed if self.is_left_out else self.samples.at(self._seeds.start)
+        return self.samples.at(self._seeds.start)
 
     def _measured(self, model: Any, batch: Any) -> torch.Tensor:
         """Return the loss of a batch for a replay, which leaves what the trainer counts as it is."""
         self.number = self.number + 1 if self._replay == self._seeds.times else 0
         self._replay, fed, place = self._seeds.times, self.at_hand, self._place()
-        if fed.before and not self.samples.sees_now:
-            self._return_to(fed.before[min(self.number, len(fed.before) - 1)])
+        if fed.places and not self.samples.sees_now:
+            self._return_to(fed.places[min(self.number, len(fed.places) - 1)])
         try:
             return self._loss_of(model, batch, fed)
         finally:
@@ -259,9 +243,9 @@ class Follower(ABC):
     def leave_out(self) -> None:
         """Leave out the newest update: its buffers stay if they are finite, for which the host waits for the device."""
         self._is_open = False
-        with self.guard._marks.finite_buffers():
-            self.guard._put_back_batch()
-        self.samples.skip(self.fed.start, self.fed.stop)
+        self.guard.leave_out(keeps_buffers=not self.is_left_out)
+        if not self.is_left_out:
+            self.samples.skip(self.fed.start, self.fed.stop)
 
     def examine(self, *, is_end: bool = False) -> None:
         """Scan the whole state before the trainer evaluates or saves it, or ends, and repeat what a rewind undoes."""
@@ -284,38 +268,32 @@ class Follower(ABC):
     def saved(self, path: Path) -> None:
         self._saved.append((self.guard.clock.step, path))
 
-    def _rename_damaged(self) -> int | None:
-        """Rename checkpoints from after new damage, so that nothing resumes from them; return the last step before."""
+    def _rename_damaged(self) -> None:
+        """Rename checkpoints from after new damage, so that nothing resumes from them."""
         incidents = self.guard.incidents
         since = min((one.anomaly.since for one in incidents[self._seen :] if one.reached_weights), default=None)
         self._seen = len(incidents)
-        if since is not None:
-            damaged = [path for step, path in self._saved if step > since]
-            self._saved = [one for one in self._saved if one[0] <= since]
-            for path in damaged:
-                if self._is_saver and path.exists():
-                    _rename(path)
-        return since
+        if since is None:
+            return
+        damaged = [path for step, path in self._saved if step > since]
+        self._saved = [one for one in self._saved if one[0] <= since]
+        for path in damaged:
+            if self._is_saver and path.exists():
+                _rename(path)
 
     def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
-        self._set(fed.settings)
+        self._put_back(fed.settings)
+        self.guard.take_norm(self.norm)
         self.guard.update(loss)
         return self.guard.settle()
 
-    def _set(self, settings: Sequence[list[dict[str, Any]]]) -> None:
-        """Let the next step have the settings of the trainer's schedule, and the norm that the trainer has measured."""
-        for schedule, groups, now in zip(self._updater.schedules, settings, self._scheduled(), strict=True):
-            assert isinstance(schedule, TrainersSettings)
-            schedule.now = [*groups, *now[len(groups) :]]  # the trainer may have added groups since
-        self._clipper.norm = self.norm
-
     def _scheduled(self) -> list[list[dict[str, Any]]]:
-        every = [one.param_groups for one in self._updater.optimizers]
+        every = [one.param_groups for one in self._optimizers]
         return [[{key: group[key] for key in _SCHEDULED if key in group} for group in groups] for groups in every]
 
     def _put_back(self, settings: Sequence[list[dict[str, Any]]]) -> None:
         """Give the groups the settings of the trainer's schedule again: some schedules multiply what they find."""
-        for optimizer, some in zip(self._updater.optimizers, settings, strict=True):
+        for optimizer, some in zip(self._optimizers, settings, strict=True):
             for group, setting in zip(optimizer.param_groups, some, strict=False):
                 group.update(setting)
 
@@ -326,8 +304,7 @@ def run_dir_of(usual: Path, name: str) -> Path:
 
 
 def _rename(path: Path) -> None:
-    names = (f"unverified{number}-{path.name}" for number in ("", *(f"-{one}" for one in range(2, 100))))
-    to = next((path.with_name(name) for name in names if not path.with_name(name).exists()), path)
+    to = next(one for one in siblings(path.with_name(f"unverified-{path.name}")) if not one.exists())
     try:
         path.rename(to)
     except OSError as error:

@@ -9,8 +9,6 @@ undoes is retried inside of the optimizer's step, so `global_step` and the place
 
 from __future__ import annotations
 
-import copy
-from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,10 +28,6 @@ from resilient_train.trainers.follower import OLDEST, Follower, refuse_bad_optio
 T = TypeVar("T")
 
 _NOTE = "resilient_train.txt"  # in a checkpoint: the name of the run directory
-_NOTED = (  # what TRL's trainers count in a forward, and the control of an entropy bonus
-    *("_metrics", "_stored_metrics", "_total_train_tokens", "_logs", "_pending_metrics", "_pending_extra_logs"),
-    *("entropy_coef", "_last_world_entropy", "_entropy_window_stats"),
-)
 
 
 def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T:
@@ -73,7 +67,8 @@ class _Place(NamedTuple):
     step: int
     epoch: float | None
     batches: int | None  # GRPO's count
-    noted: dict[str, Any]
+    items: Any = None  # in the batches that were fetched with this one, by which their losses are divided
+    share: int = 1  # how many of these there are
 
 
 class Guarding(Follower):
@@ -85,8 +80,6 @@ class Guarding(Follower):
         self._resumes_from = Path(resumes_from) if resumes_from else None  # a checkpoint of the trainer
         self._plain_step = trainer.training_step
         self._replayed: list[torch.Tensor] | None = None  # in a replay, the loss whose backward it makes itself
-        self._logged: tuple[Any, Any] = 0.0, None  # the loss and the norm of the newest update that was made
-        self.evaluated = dict[int | None, int]()  # by the trainer's steps: the accepted updates at each evaluation
         self._replace(trainer, "get_train_dataloader", self._get_train_dataloader, always=True)
         self._replace(trainer, "get_batch_samples", self._get_batch_samples, always=True)
         self._replace(trainer, "training_step", self._training_step)
@@ -106,16 +99,12 @@ class Guarding(Follower):
             accumulation=args.gradient_accumulation_steps,
             made=trainer.state.global_step,
             planned=trainer.state.max_steps,
-            keeps_places=not args.ignore_data_skip,
             is_saver=args.should_save,
             objective=Measured(self._measured, "the trainer's loss", key="trainer"),
             clip=args.max_grad_norm if args.max_grad_norm > 0 else None,
             resume=self._resumes_from is not None,
             **options,
         )
-        kinds = {kind for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
-        with_hook = [kind for kind in kinds if "on_pre_optimizer_step" in vars(kind)]  # one of them is the base class
-        self._clipper.may_change = len(with_hook) > 1
         self._replace(accelerator, "backward", self._backward)
         self._replace(trainer.optimizer, "step", self._step)
         # Without these marks, torch's schedulers warn that no step was made.
@@ -138,40 +127,28 @@ class Guarding(Follower):
             yield batch
 
     def _step(self, plain: Any, closure: Any = None) -> None:
-        place, norm = self._place(), self.norm
+        trainer, place = self.trainer, self._place()
         if (loss := self.land()) is not None:
-            is_made = bool(loss.isfinite())
-            self._return_to(place._replace(noted=self._noted() if is_made else self.fed.before[0].noted))
-        self._log_as_made(loss, norm)
+            self._return_to(place)
+            assert self.loss_before is not None
+            # The trainer has added the loss of the refused run, and a NaN would stay in its sum.
+            trainer._tr_loss.copy_(self.loss_before + loss.nan_to_num(0.0).to(self.loss_before.device))
         newest = self.guard.newest  # after an overflow in fp16 the trainer's schedule waits
-        self.trainer.optimizer._is_overflow = newest is not None and newest.overflowed
-
-    def _log_as_made(self, retried: torch.Tensor | None, norm: torch.Tensor | None) -> None:
-        """Let the trainer log an update as it was retried, or the one before where it was left out."""
-        trainer, before = self.trainer, self.loss_before
-        assert before is not None
-        if retried is None:
-            self._logged = trainer._tr_loss - before, self.norm
-            return
-        if retried.isfinite():
-            self._logged = retried.to(before.device), self.norm
-        loss_of_made, norm_of_made = self._logged
-        trainer._tr_loss.copy_(before + loss_of_made)
-        if norm is not None and norm_of_made is not None:
-            norm.copy_(norm_of_made)
+        trainer.optimizer._is_overflow = newest is not None and newest.overflowed
 
     def _retry(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
         trainer, model, batches, self.number = self.trainer, self.trainer.model_wrapped, fed.batches or [], number
-        is_last, all_alike = number == len(batches) - 1, [len(batches)] * len(batches)
-        if number == 0:
-            self._return_to(fed.before[0])
-            if fed.more.setdefault("shares", all_alike) == all_alike:
-                # Some of its rows may be others now, perhaps on another rank only: all ranks count again together.
-                fed.more["items"] = [trainer._get_num_items_in_batch(batches, trainer.args.device)] * len(batches)
-        trainer.current_gradient_accumulation_steps = share = fed.more["shares"][number]
+        if number == 0 and all(place.share == len(batches) for place in fed.places):
+            # Some of its rows may be others now, perhaps on another rank only: all ranks count again together.
+            items = trainer._get_num_items_in_batch(batches, trainer.args.device)
+            fed.places = [fed.places[0]._replace(items=items)] * len(batches)
+        place, is_last = fed.places[number], number == len(batches) - 1
+        if number == 0 or place is not fed.places[number - 1]:  # the first that was fetched then
+            self._return_to(place)
+        trainer.current_gradient_accumulation_steps = place.share
         trainer.accelerator.gradient_state._set_sync_gradients(is_last)
         with nullcontext() if is_last else trainer.accelerator.no_sync(model=model):
-            loss: torch.Tensor = self._plain_step(model, batch, fed.more["items"][number]) * share
+            loss: torch.Tensor = self._plain_step(model, batch, place.items) * place.share
         return loss
 
     def _measure_norm(self) -> torch.Tensor | None:
@@ -182,9 +159,9 @@ class Guarding(Follower):
 
     def _loss_of(self, model: Any, batch: Any, fed: Fed) -> torch.Tensor:
         self._replayed = replayed = list[torch.Tensor]()
-        items = fed.more.get("items") or [None]
+        items = fed.places[min(self.number, len(fed.places) - 1)].items if fed.places else None
         try:
-            loss: torch.Tensor = self._plain_step(model, batch, items[min(self.number, len(items) - 1)])
+            loss: torch.Tensor = self._plain_step(model, batch, items)
         finally:
             self._replayed = None
         return replayed[-1] if replayed else loss
@@ -195,24 +172,14 @@ class Guarding(Follower):
         else:
             self._replayed.append(loss)
 
-    def _noted(self) -> dict[str, Any]:
-        return {name: _copied(vars(self.trainer)[name]) for name in _NOTED if name in vars(self.trainer)}
-
     def _place(self) -> _Place:
         state = self.trainer.state
-        return _Place(state.global_step, state.epoch, getattr(self.trainer, "_step", None), self._noted())
+        return _Place(state.global_step, state.epoch, getattr(self.trainer, "_step", None))
 
     def _return_to(self, place: _Place) -> None:
         self.trainer.state.global_step, self.trainer.state.epoch = place.step, place.epoch
-        vars(self.trainer).update(_copied(place.noted))
         if place.batches is not None:
             self.trainer._step = place.batches
-
-    def _rename_damaged(self) -> int | None:
-        state, since = self.trainer.state, super()._rename_damaged()
-        if since is not None and self.evaluated.get(state.best_global_step, 0) > since:  # the next evaluations decide
-            state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-        return since
 
     # What the trainer's methods become.
 
@@ -230,11 +197,8 @@ class Guarding(Follower):
         self.rows = []
         batches, items = plain(self.healthy(epoch_iterator), num_batches, device)
         if batches:
-            fed = self.feed(batches, self.rows)
-            fed.before = [fed.before[0] if fed.before else self._place()] * len(fed.batches or ())
-            fed.more = fed.more or {"items": [], "shares": []}
-            fed.more["items"] += [items] * len(batches)
-            fed.more["shares"] += [len(batches)] * len(batches)
+            place = self._place()._replace(items=items, share=len(batches))
+            self.feed(batches, [place] * len(batches), self.rows)
         return batches, items
 
     def _training_step(self, plain: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -265,7 +229,6 @@ class Guarding(Follower):
 
     def _evaluate(self, plain: Any, *args: Any, **more: Any) -> Any:
         self.examine()
-        self.evaluated[self.trainer.state.global_step] = self.guard.clock.step
         found = plain(*args, **more)
         if isinstance(loss := found.get("eval_loss"), float):
             self.guard.reporter.note_evaluation({"loss": loss})
@@ -283,12 +246,3 @@ class Guarding(Follower):
         self.examine(is_end=True)
         self.end()  # first: the trainer may load its best weights
         return plain(*args, **more)
-
-
-def _copied(noted: Any) -> Any:
-    """Copy containers, but not the numbers and texts in them, of which there may be many."""
-    if not isinstance(noted, dict):
-        return copy.copy(noted) if isinstance(noted, list | deque) else noted
-    result = copy.copy(noted)  # of its kind, such as a defaultdict
-    result.update({name: _copied(one) for name, one in noted.items()})
-    return result

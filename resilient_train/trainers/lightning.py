@@ -16,12 +16,10 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from resilient_train.ground.errors import TrainError
 from resilient_train.trainers.follower import refuse_bad_options, run_dir_of
 from resilient_train.trainers.lightning_fit import Fit
-from resilient_train.trainers.lightning_manual import ManualFit
 
 
 class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
@@ -33,15 +31,14 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
         self._run_dir, self._options = run_dir, options
         self._fit: Fit | None = None
         self._name = ""  # of the run directory that a checkpoint belongs to: a second run has its own
-        self._updates: int | None = None  # that were made before a checkpoint; an older one does not say
 
     def state_dict(self) -> dict[str, Any]:
         if (fit := self._fit) is not None and fit.is_following:
-            self._name, self._updates = fit.guard.reporter.directory.name, fit.complete_updates
-        return {"run_dir": self._name, "updates": self._updates}
+            self._name = fit.guard.reporter.directory.name
+        return {"run_dir": self._name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._name, self._updates = str(state_dict.get("run_dir", "")), state_dict.get("updates")
+        self._name = str(state_dict.get("run_dir", ""))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Begin before the optimizers are configured, which may ask for the number of steps, and so for the loader."""
@@ -50,14 +47,14 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
         if sum(isinstance(callback, Guarded) for callback in trainer.callbacks) > 1:
             raise TrainError("this trainer has two Guarded callbacks: give it one")
         refuse(trainer, pl_module)
-        self._fit = (Fit if pl_module.automatic_optimization else ManualFit)(trainer, pl_module)
+        self._fit = Fit(trainer, pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         assert self._fit is not None
         folder = Path(trainer.default_root_dir) / "resilient_train" if self._run_dir is None else self._run_dir
         if trainer.ckpt_path and self._name:
             folder = run_dir_of(Path(folder), self._name)
-        self._fit.begin({**self._options, "run_dir": folder}, self._updates if trainer.ckpt_path else None)
+        self._fit.begin({**self._options, "run_dir": folder})
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._end()
@@ -81,8 +78,9 @@ def refuse(trainer: Any, module: Any) -> None:
     if not is_known or strategy.root_device.type == "xla":
         what = type(strategy).__name__
         raise ValueError(f"Guarded: {what} is not supported yet: use one device, or strategy='ddp'")
-    averages = any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks)
-    if averages and any(isinstance(each, _BatchNorm) for each in module.modules()):
-        raise ValueError("Guarded: StochasticWeightAveraging is not supported yet for models with batch normalization")
+    if not module.automatic_optimization:
+        raise ValueError("Guarded: manual optimization is not supported: guard its loop with resilient_train.Guard")
+    if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
+        raise ValueError("Guarded: StochasticWeightAveraging does not rewind: use EMAWeightAveraging, which does")
     if getattr(plugin, "scaler", None) is not None:
         raise ValueError("Guarded: 16-mixed is not supported yet, as its GradScaler steps by itself: use bf16-mixed")

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
-from torchmetrics import Metric
 
 from resilient_train.data.fed import Fed
 from resilient_train.loop.arguments import PlacedAccelerator
@@ -27,18 +23,16 @@ from resilient_train.trainers.follower import Follower
 class Place(NamedTuple):
     progress: list[dict[str, Any]]  # counts of steps, which are `global_step`, of batches and of epochs
     accumulation: int  # batches of an update, which a GradientAccumulationScheduler changes
-    schedulers: list[dict[str, Any]]  # with manual optimization, where the module steps them
-    settings: list[list[dict[str, Any]]]  # of all parameter groups, which they set
+    batch: int = 0  # the number of the batch in its epoch
 
 
 class Logged:
-    """What was logged so far, the state of metrics, and the module's lists: a batch that runs again counts once."""
+    """What was logged so far, and the module's lists: a batch that runs again counts once."""
 
-    def __init__(self, trainer: Any, metrics: Sequence[Metric]) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._results, self._connector = trainer.fit_loop.epoch_loop._results, trainer._logger_connector
         self._entries = {key: dict(vars(entry)) for key, entry in self._results.items()}  # of tensors never changed
         self._hook = self._connector._current_fx
-        self._metrics = [(metric, _copied(vars(metric), metric)) for metric in metrics]
         own = vars(trainer.lightning_module)
         tables = own, *(one for one in own.values() if type(one) is dict)
         self._lists = [(one, len(one)) for table in tables for one in table.values() if type(one) is list]
@@ -49,39 +43,8 @@ class Logged:
         for key, entry in self._entries.items():
             vars(self._results[key]).update(entry)
         self._connector._current_fx = self._hook
-        for metric, state in self._metrics:
-            vars(metric).update(_copied(state, metric))
         for one, count in self._lists:
             del one[count:]
-
-
-def _copied(state: Mapping[str, Any], metric: Metric) -> dict[str, Any]:
-    values = {name: state[name] for name in (*metric._defaults, "_update_count", "_computed", "_forward_cache")}
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else [*value] if isinstance(value, list) else value
-        for name, value in values.items()
-    }
-
-
-class Average:
-    """The average of weights that a callback of Lightning keeps; it rewinds, and follows repeated updates."""
-
-    def __init__(self, callback: Any, trainer: Any, module: Any) -> None:
-        self._callback, self._trainer, self._module = callback, trainer, module
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"model": self._callback._average_model.state_dict(), "step": self._callback._latest_update_step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._callback._average_model.load_state_dict(state["model"])
-        self._callback._latest_update_step = state["step"]
-
-    @property
-    def has_newest(self) -> bool:
-        return bool(self._callback._latest_update_step >= self._trainer.global_step)
-
-    def follow(self) -> None:
-        self._callback.on_train_batch_end(self._trainer, self._module, {}, None, 0)
 
 
 class Fit(Follower):
@@ -90,15 +53,13 @@ class Fit(Follower):
         self._trainer, self._module = trainer, module
         self._strategy, self._plugin = trainer.strategy, trainer.precision_plugin
         self._loop = loop = trainer.fit_loop.epoch_loop
-        self._inner = loop.automatic_optimization if module.automatic_optimization else loop.manual_optimization
-        self._averages: list[Average] = []
+        self._inner = loop.automatic_optimization
         self._rows: list[int] = []  # of the newest batch
         self._has_gradients = False  # a micro-batch of the newest update ran backward
         self._is_quiet = False  # nothing is logged
         self._logged: Logged | None = None  # before the newest update, until that has landed
         self._output: dict[str, Any] | None = None  # of the last batch of the newest update, if it was retried
         self._examined = -1  # updates until the newest examination
-        self._metrics: list[Metric] = []
         self._replace(self._inner, "run", self._run)
         self._replace(self._strategy, "backward", self._backward)
         self._replace(self._plugin, "optimizer_step", self._step)
@@ -110,19 +71,13 @@ class Fit(Follower):
         self._replace(trainer.fit_loop, "on_run_end", self._end)
         self._replace(trainer.fit_loop, "_load_combined_loader_states", self._number_rows, always=True)
 
-    def begin(self, options: dict[str, Any], made: int | None) -> None:
-        """Make the guard. `made` updates were complete in the checkpoint that is resumed; None if it does not say."""
+    def begin(self, options: dict[str, Any]) -> None:
         trainer, optimizers = self._trainer, self._trainer.optimizers
-        self._metrics = [metric for metric in self._module.modules() if isinstance(metric, Metric)]
         if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise ValueError("Guarded: training_step(dataloader_iter) is not supported yet: take a batch")
         if not optimizers:
             raise ValueError("Guarded: configure_optimizers returned no optimizer: there is nothing to guard")
-        for one in trainer.callbacks:
-            if isinstance(one, StochasticWeightAveraging):  # it takes the weights at the start of an epoch
-                self._replace(one, "on_train_epoch_start", self._average_epoch)
-            elif getattr(one, "_average_model", None) is not None:
-                self._averages.append(Average(one, trainer, self._module))
+        averages = [getattr(one, "_average_model", None) for one in trainer.callbacks]
         if (collate := self._collate) is not None:
             self._collate = lambda rows: self._transferred(collate(rows))
         if trainer.world_size > 1:  # which Lightning's own launcher leaves out
@@ -135,21 +90,15 @@ class Fit(Follower):
             optimizers,
             batch_size=int(getattr(getattr(loaders[0], "batch_sampler", loaders[0]), "batch_size", None) or 1),
             accumulation=trainer.accumulate_grad_batches,
-            made=trainer.global_step if made is None else made,
+            made=trainer.global_step,
             planned=trainer.estimated_stepping_batches,
-            # Others begin again. Without a length Lightning fetches a batch ahead, and loses it in a resume.
-            keeps_places=all(isinstance(one, _Stateful) and sized_len(one) is not None for one in loaders),
             is_saver=trainer.is_global_zero,
             objective=Measured(self._measured, "training_step", key="module"),
             clip=(trainer.gradient_clip_val or None) if by_norm else None,
             resume=bool(trainer.ckpt_path),
+            kept={f"average_{number}": one for number, one in enumerate(averages) if one is not None},
             **options,
         )
-        self.guard.keep(**{f"average_{number}": one for number, one in enumerate(self._averages)})
-
-    @property
-    def complete_updates(self) -> int:
-        return self.samples.newest_stop // self.samples.slicing.samples - self._is_open
 
     def _end(self, plain: Any) -> None:
         """End the guard before a callback takes over in `on_train_end`, for example with averages of the weights."""
@@ -187,13 +136,10 @@ class Fit(Follower):
 
     def _fed(self, index: int, kwargs: Any) -> Any:
         batch, rows = self.samples.healthy(kwargs["batch"], self._rows)
-        is_first = not self._is_open
-        fed = self.feed([batch], [rows] if rows else [])
-        if is_first:
-            fed.number, fed.before = index, []
+        if not self._is_open:
             self._has_gradients, self._output = False, None
-            self._logged = Logged(self._trainer, self._metrics)
-        fed.before.append(self._place())
+            self._logged = Logged(self._trainer)
+        self.feed([batch], [self._place()._replace(batch=index)], [rows])
         kwargs = OrderedDict(kwargs, batch=self.next_batch())
         self.note(self._zero())  # for a training_step without a loss
         return kwargs
@@ -232,42 +178,25 @@ class Fit(Follower):
         self.norm = norm.float()
 
     def _retry(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
-        assert fed.batches is not None
-        is_last = number == len(fed.batches) - 1
+        place, is_last = fed.places[number], number == len(fed.places) - 1
         logged = self._logged if fed is self.fed else None  # of the others Lightning has written it
         self._is_quiet = logged is None
-        self._return_to(fed.before[number])
-        if number == 0:
-            self._average()  # what a repeated update has changed
+        self._return_to(place)
         if logged is not None:
             if number == 0:
                 logged.restore()
             self._loop._results.batch, self._loop._results.batch_size = batch, None
-        kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.number + number)
-        loss, output = self._run_again(kwargs, fed, number, is_last=is_last)
+        kwargs = self._loop._build_kwargs(OrderedDict(), batch, place.batch)
+        closure = self._inner._make_closure(kwargs, self._trainer.optimizers[0], place.batch)
+        with _block_parallel_sync_behavior(self._strategy, block=not is_last):
+            closure()
+        result = closure.consume_result()
         if logged is not None and is_last:
-            self._output = output
-        return loss
+            self._output = {} if result.loss is None else result.asdict()
+        return self._zero() if result.loss is None else result.loss * self._trainer.accumulate_grad_batches
 
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), device=self._strategy.root_device)
-
-    def _average_epoch(self, plain: Any, *given: Any) -> None:
-        self.examine()
-        plain(*given)
-
-    def _average(self) -> None:
-        for one in self._averages:
-            one.follow()
-
-    def _run_again(self, kwargs: Any, fed: Fed, number: int, *, is_last: bool) -> tuple[torch.Tensor, dict[str, Any]]:
-        closure = self._inner._make_closure(kwargs, self._trainer.optimizers[0], fed.number + number)
-        with _block_parallel_sync_behavior(self._strategy, block=not is_last):
-            closure()
-        result, shares = closure.consume_result(), self._trainer.accumulate_grad_batches
-        if result.loss is None:
-            return self._zero(), {}
-        return result.loss * shares, result.asdict()
 
     def _measure_norm(self) -> torch.Tensor | None:
         self.norm = None
@@ -275,7 +204,7 @@ class Fit(Follower):
         return self.norm
 
     def _measured(self, model: Any, batch: Any) -> torch.Tensor:
-        logged, was_quiet, self._is_quiet = Logged(self._trainer, self._metrics), self._is_quiet, True
+        logged, was_quiet, self._is_quiet = Logged(self._trainer), self._is_quiet, True
         try:
             return super()._measured(model, batch)
         finally:
@@ -283,20 +212,17 @@ class Fit(Follower):
             logged.restore()
 
     def _loss_of(self, model: Any, batch: Any, fed: Fed) -> Any:
-        kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.number + self.number)
+        kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.places[0].batch + self.number)
         with self._plugin.train_step_context():
-            return self._loss_of_step(model, kwargs)
-
-    def _loss_of_step(self, model: Any, kwargs: Any) -> Any:
-        return ClosureResult.from_training_step_output(model.training_step(*kwargs.values())).closure_loss
+            output = model.training_step(*kwargs.values())
+        return ClosureResult.from_training_step_output(output).closure_loss
 
     def _place(self) -> Place:
-        return Place([one.state_dict() for one in self._counts], self._trainer.accumulate_grad_batches, [], [])
+        return Place([one.state_dict() for one in self._counts], self._trainer.accumulate_grad_batches)
 
     @property
     def _counts(self) -> tuple[Any, ...]:
-        steps = "optim_progress" if self._module.automatic_optimization else "optim_step_progress"
-        return getattr(self._inner, steps), self._loop.batch_progress, self._trainer.fit_loop.epoch_progress
+        return self._inner.optim_progress, self._loop.batch_progress, self._trainer.fit_loop.epoch_progress
 
     def _return_to(self, place: Place) -> None:
         for one, state in zip(self._counts, place.progress, strict=True):
@@ -310,12 +236,10 @@ class Fit(Follower):
             return
         if self._is_open:
             self.leave_out()
-        logged, is_averaged = Logged(self._trainer, self._metrics), any(one.has_newest for one in self._averages)
+        logged = Logged(self._trainer)
         super().examine(is_end=is_end)
         self._is_quiet = False
         logged.restore()
-        if is_averaged:  # else Lightning does it after this
-            self._average()
         self._examined = self.guard.clock.tick
 
     def _validate(self, plain: Any) -> Any:

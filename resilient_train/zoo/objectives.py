@@ -27,8 +27,6 @@ def classification(model: Model, batch: Any, label_smoothing: float = 0.0) -> Ou
     if labels.is_floating_point():
         raise _misfit("classification", "integer class labels", labels)
     scores = _scores(model(inputs), "classification")
-    if scores.ndim < 2 or labels.shape != scores.shape[:1] + scores.shape[2:]:
-        raise _misfit("classification", f"scores [batch, classes] for labels {list(labels.shape)}", scores)
     loss = F.cross_entropy(scores, labels.long(), label_smoothing=label_smoothing)
     return loss, {"accuracy": (scores.detach().argmax(1) == labels).float().mean()}
 
@@ -87,21 +85,17 @@ def model_loss(model: Model, batch: Any) -> Outcome:
 
 def _pair(batch: Any, objective: str) -> tuple[Any, Tensor]:
     if isinstance(batch, Mapping):
-        inputs, targets = _entry(batch, _INPUTS, objective), _entry(batch, _TARGETS, objective)
-    elif isinstance(batch, tuple | list) and len(batch) == 2:
-        inputs, targets = batch
-    else:
+        return _entry(batch, _INPUTS, objective), _entry(batch, _TARGETS, objective)
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise _misfit(objective, "a batch (inputs, targets) or a mapping", batch)
-    if not isinstance(targets, Tensor):
-        raise _misfit(objective, "a tensor of targets", targets)
-    return inputs, targets
+    return batch[0], batch[1]
 
 
 def _entry(batch: Mapping[Any, Any], names: tuple[str, ...], objective: str) -> Any:
-    for name in names:
-        if name in batch:
-            return batch[name]
-    raise _misfit(objective, f"a batch with {' or '.join(names)}", batch)
+    found = [batch[name] for name in names if name in batch]
+    if not found:
+        raise unusable("objective", f"{objective} needs a batch with {' or '.join(names)}, got {', '.join(batch)}")
+    return found[0]
 
 
 def _scores(output: Any, objective: str) -> Tensor:
@@ -112,10 +106,5 @@ def _scores(output: Any, objective: str) -> Tensor:
 
 
 def _misfit(objective: str, needed: str, got: Any) -> ConfigError:
-    if isinstance(got, Tensor):
-        found = f"{got.dtype} of shape {list(got.shape)}"
-    elif isinstance(got, Mapping):
-        found = f"the keys {', '.join(map(str, got))}"
-    else:
-        found = f"a {type(got).__name__}"
+    found = f"{got.dtype} of shape {list(got.shape)}" if isinstance(got, Tensor) else f"a {type(got).__name__}"
     return unusable("objective", f"{objective} needs {needed}, got {found}")

@@ -128,7 +128,7 @@ def test_a_checkpoint_from_after_the_damage_began_is_renamed(recovery: str, tmp_
     [since] = {incident["since"] for incident in incidents(tmp_path) if incident["landed"]} or [programs.AT]
     saved = folders(tmp_path)
     assert f"checkpoint-{since}" in saved
-    assert f"unverified-2-checkpoint-{programs.AT + 2}" in saved
+    assert f"unverified-checkpoint-{programs.AT + 2}-2" in saved
     if recovery == "off":
         assert max(int(name.rpartition("-")[2]) for name in saved if name.startswith("checkpoint")) <= since
     else:  # the learning rate was 100 times as high for ten updates

@@ -51,16 +51,6 @@ def test_damage_that_a_scan_finds_is_neither_evaluated_nor_saved(tmp_path: Path)
     assert (tmp_path / "struck" / file).read_bytes() == (tmp_path / "healthy" / file).read_bytes()
 
 
-def test_the_best_state_is_none_with_damage(tmp_path: Path) -> None:
-    """The next evaluations decide, and the trainer loads what they chose."""
-    more = EVALUATED | {"eval_steps": 2, "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True}
-    state = trained("vit", tmp_path, "hot_lr", steps=programs.AT + 8, **more).state
-    assert len(list(tmp_path.glob("unverified-*"))) == 1
-    assert state.best_global_step > programs.AT + 4
-    assert Path(state.best_model_checkpoint).name == f"checkpoint-{state.best_global_step}"
-    assert Path(state.best_model_checkpoint).exists()
-
-
 def test_the_best_weights_at_the_end_leave_no_incident_open(tmp_path: Path) -> None:
     """A run that ends soon after an incident, and loads the weights of its best evaluation, says that it recovered."""
     more = EVALUATED | {"eval_steps": 4, "save_steps": 4, "load_best_model_at_end": True}
@@ -72,24 +62,13 @@ def test_the_best_weights_at_the_end_leave_no_incident_open(tmp_path: Path) -> N
     assert written["eval"] == {"loss": pytest.approx(evaluations(trainer)[-1])}
 
 
-LEFT_OUT = 13  # the update that has the bad row of the stream
-
-
-def test_an_update_that_is_left_out_is_logged_as_the_one_before(tmp_path: Path) -> None:
-    """Neither its NaN nor a 0 is in a row, nor in the means of rows for several updates."""
-    alone, together = (
-        of_a_stream(tmp_path / str(every), Stream(bad=100), logging_steps=every, steps=15, save_strategy="no")
-        for every in (1, 15)
-    )
-    alone.train()
-    together.train()
-    each = {row["step"]: row for row in rows(alone) if "loss" in row}
-    assert sorted(each) == [*range(1, 16)]
-    for name in ("loss", "grad_norm"):
-        assert each[LEFT_OUT][name] == pytest.approx(each[LEFT_OUT - 1][name], rel=1e-3)
-    [row] = [one for one in rows(together) if "loss" in one]
-    assert row["loss"] == pytest.approx(sum(one["loss"] for one in each.values()) / 15, rel=1e-3)
-    assert row["grad_norm"] == pytest.approx(each[15]["grad_norm"], rel=1e-4)
+def test_an_update_that_is_left_out_is_logged_with_0(tmp_path: Path) -> None:
+    """Its NaN is in no row, nor in the sum that the rows after it are made of."""
+    trainer = of_a_stream(tmp_path, Stream(bad=100), logging_steps=1, steps=15, save_strategy="no")
+    trainer.train()
+    losses = {row["step"]: row["loss"] for row in rows(trainer) if "loss" in row}
+    assert [step for step, loss in losses.items() if loss == 0] == [13]  # the update that has the bad row
+    assert all(0 <= loss < 5 for loss in losses.values())
 
 
 class Norms(TrainerCallback):  # type: ignore[misc]

@@ -16,9 +16,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, IterableDataset
 
 L = pytest.importorskip("lightning")
-pytest.importorskip("torchmetrics")
 
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
 from lightning_programs import AT, BATCH, WARNINGS, Fitted, Net, Rows, fit, loader, trainer_of  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in WARNINGS]
@@ -206,8 +205,8 @@ def test_nothing_stays_replaced(tmp_path: Path, fault: str, error: Any) -> None:
     assert isinstance(own.dataset, Rows)
 
 
-def test_strategies_that_shard_are_refused_by_name(tmp_path: Path) -> None:
-    """As is the loss scaler of float16."""
+def test_what_cannot_be_guarded_is_refused_by_name(tmp_path: Path) -> None:
+    """Strategies that shard, the loss scaler of float16, and what would not rewind."""
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
@@ -224,6 +223,12 @@ def test_strategies_that_shard_are_refused_by_name(tmp_path: Path) -> None:
         trainer._accelerator_connector.strategy = strategy
         with pytest.raises(ValueError, match=f"{type(strategy).__name__} is not supported yet: use one device"):
             refuse(trainer, Net())
+    module, average = Net(), StochasticWeightAveraging(1e-2)
+    with pytest.raises(ValueError, match="StochasticWeightAveraging does not rewind: use EMAWeightAveraging"):
+        refuse(trainer_of(tmp_path, guarded=False, callbacks=(average,)), module)
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match=r"manual optimization is not supported: guard its loop with .*Guard"):
+        refuse(trainer_of(tmp_path, guarded=False), module)
 
 
 RANKS = """

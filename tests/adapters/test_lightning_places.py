@@ -11,18 +11,17 @@ import pytest
 import torch
 
 L = pytest.importorskip("lightning")
-pytest.importorskip("torchmetrics")
 
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
-from lightning_programs import BATCH, WARNINGS, Fitted, Manual, Net, Rows, loader, trainer_of  # noqa: E402
+from lightning_programs import BATCH, WARNINGS, Fitted, Net, Rows, loader, trainer_of  # noqa: E402
 from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in WARNINGS]
 BAD = 170  # a row
 
 
-class Batches:
-    """A loader whose rows have no index, and which begins each pass from the first; one row is bad."""
+class Stateful:
+    """A loader whose rows have no index, and which resumes in the middle of a pass; one row is bad."""
 
     def __init__(self) -> None:
         rows = Rows(bad=(BAD,))
@@ -37,10 +36,6 @@ class Batches:
         for number in range(first, len(self)):
             self.fetched = number + 1
             yield self.batches[number]
-
-
-class Stateful(Batches):
-    """One that resumes in the middle of a pass."""
 
     def state_dict(self) -> dict[str, int]:
         return {"first": self.fetched}
@@ -63,14 +58,11 @@ def fit(place: Path, module: Any, data: Any, ckpt_path: Path | None = None, **mo
     return Fitted(trainer, module, trainer.logger.rows, place)
 
 
-@pytest.mark.parametrize("how", ["automatic", "manual"])
-def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path, how: str) -> None:
+def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path) -> None:
     """Also if its update has several batches: the run ends with the bits of the one that was not interrupted."""
 
     def run(ckpt_path: Path | None = None) -> Fitted:
-        module = Manual("accumulated") if how == "manual" else Net()
-        more = {} if how == "manual" else {"accumulate_grad_batches": 4}
-        return fit(tmp_path, module, Stateful(), ckpt_path, **more)
+        return fit(tmp_path, Net(), Stateful(), ckpt_path, accumulate_grad_batches=4)
 
     whole = run()
     resumed = run(tmp_path / "files" / "step=3.ckpt")
@@ -78,14 +70,6 @@ def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path, how: 
     assert incident["actions"] == [{"remedy": "skip"}]
     assert resumed.weights == whole.weights
     assert resumed.trainer.global_step == whole.trainer.global_step
-
-
-def test_a_loader_that_begins_again_leaves_out_no_others(tmp_path: Path) -> None:
-    """After a resume its samples have other places: a run without a history trains on the same ones."""
-    fit(tmp_path, Net(), Batches(), accumulate_grad_batches=4)
-    path, more = tmp_path / "files" / "step=3.ckpt", {"callbacks": (), "accumulate_grad_batches": 4}
-    weights = [fit(place, Net(), Batches(), path, **more).weights for place in (tmp_path, tmp_path / "other")]
-    assert weights[0] == weights[1]
 
 
 class Counted(Net):

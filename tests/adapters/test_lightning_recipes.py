@@ -9,9 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from guarded import is_finite, sums
+from guarded import sums
 from kills import incidents
-from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, LearningRateFinder
 from lightning_programs import WARNINGS
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
@@ -99,15 +99,6 @@ def test_a_list_of_outputs_has_each_batch_once(tmp_path: Path) -> None:
     module = fitted(tmp_path, Recipe(), lightning.Guarded(), EarlyStopping("mean"), epochs=3, bad=(10,))
     assert len(module.means) == 3
     assert all(map(math.isfinite, module.means))
-
-
-def test_weights_that_are_averaged_in_each_epoch_end_as_without_the_guard(tmp_path: Path) -> None:
-    """`StochasticWeightAveraging` works, and averages no weights that are not finite."""
-    plain, guarded, struck = (StochasticWeightAveraging(1e-2, swa_epoch_start=1) for _ in range(3))
-    expected = fitted(tmp_path, Recipe(), plain, epochs=3)
-    assert weights(fitted(tmp_path, Recipe(), guarded, lightning.Guarded(), epochs=3)) == weights(expected)
-    module = fitted(tmp_path, Recipe(struck_at=14), struck, lightning.Guarded(), epochs=3)  # between two scans
-    assert is_finite(module)
 
 
 @pytest.mark.parametrize("struck_at", [-1, 12])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from group import alone, launch
+from group import alone
 from guarded import mse, often, sums
 from tables import table
 from torch import nn
@@ -182,42 +182,3 @@ def test_incidents_are_not_closed_with_an_epoch(tmp_path: Path) -> None:
         outcomes.append([one.outcome for one in guard.incidents])
     assert outcomes[0] == [None]
     assert outcomes[2] == ["recovered"]
-
-
-# ---------------------------------------------------------------------------------------------- what is not protected
-
-UNPROTECTED = """
-import sys
-import time
-import torch
-from accelerate import Accelerator
-from resilient_train import Guard
-accelerator = Accelerator(cpu=True)
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-x, how = torch.ones(64, 2), sys.argv[1]
-guard = Guard(accelerator, model, optimizer, data=torch.utils.data.TensorDataset(x), batch_size=8, run_dir="here")
-if how == "behind":
-    for _ in range(3):
-        model(x).mean().backward()
-        optimizer.step()
-if how == "well":
-    for batch, in guard.batches(5):
-        loss = model(batch).square().mean()
-        loss.backward()
-        guard.update(loss)
-    guard.close()
-    optimizer.step()
-"""
-
-
-@pytest.mark.parametrize("how", ["behind", "well"])
-def test_a_loop_that_is_not_protected_is_told(how: str, tmp_path: Path) -> None:
-    """Once, and nothing is written that would say how it went."""
-    (tmp_path / "place").mkdir()
-    (tmp_path / "place/own.py").write_text(UNPROTECTED)
-    done = launch(tmp_path / "place", 1, "own.py", how)
-    assert done.is_well
-    assert done.stderr.count("optimizer.step() was called outside of guard.batches()") == (how == "behind")
-    assert ("resilient_train.hf.guard(trainer)" in done.stderr) == (how == "behind")
-    assert (tmp_path / "place/here/summary.json").exists() == (how == "well")

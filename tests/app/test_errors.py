@@ -56,7 +56,6 @@ REFUSED = [
     ("data.train=5", "error: data.train=5: must be a mapping"),
     ("data.train._target_=user_programs.number", "data.train._target_", "int", "__len__"),
     ("data.train._target_=user_programs.Forgetful", "data.train._target_", "state_dict", "load_state_dict"),
-    ("data.train._target_=user_programs.Unrepeatable", "data.train._target_", "other rows"),
     ("data.train._target_=user_programs.Counting data.num_workers=2", "data.num_workers=2", "use 0"),
     ("data.collate=user_programs.__doc__", "data.collate", "callable"),
     ("objective._target_=user_programs.one_argument", "objective._target_", "(model, batch)"),

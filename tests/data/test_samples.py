@@ -21,12 +21,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import SequentialSampler, default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-from user_programs import Augmented, Buffered, Counting, Fixed, RarelyRandom
+from user_programs import Augmented, Counting, Fixed, RarelyRandom
 
 from resilient_train.core.transaction import Update
 from resilient_train.data.build import IterableEvaluation, MapEvaluation
 from resilient_train.data.samples import MapSamples, Samples, Slicing
-from resilient_train.data.sequential import IterableSamples
+from resilient_train.data.sequential import LoaderSamples, RowStream
 from resilient_train.data.stream import Stream
 from resilient_train.data.trees import sha256
 from resilient_train.zoo.hf import hf_dataset
@@ -39,9 +39,13 @@ def slicings(world: int) -> list[Slicing]:
     return [Slicing(BATCH, accumulation=4 // world, rank=rank, world=world) for rank in range(world)]
 
 
+def of_stream(dataset: Any, slicing: Slicing, seed: int = 0) -> LoaderSamples:
+    return LoaderSamples(RowStream(dataset, slicing, seed, default_collate))
+
+
 def over(dataset: Any, slicing: Slicing, seed: int = 5, workers: int = 0) -> Samples:
-    if isinstance(dataset, Counting | Buffered):
-        return IterableSamples(dataset, slicing, seed=seed, collate=default_collate)
+    if isinstance(dataset, Counting):
+        return of_stream(dataset, slicing, seed)
     return MapSamples(dataset, Stream(len(dataset), seed), slicing, collate=default_collate, num_workers=workers)
 
 
@@ -110,19 +114,19 @@ def test_workers_make_no_difference_and_rewind_with_the_cursor(
     assert interleaved(per_rank) == whole + whole[update * 4 : update * 4 + 8]
 
 
-@given(st.sampled_from([Counting, Buffered]), st.sampled_from([1, 2, 4]), st.integers(0, 9), st.integers(0, 1))
-@example(Buffered, 1, 3, 1)
+@given(st.sampled_from([1, 2, 4]), st.integers(0, 9), st.integers(0, 1))
+@example(1, 3, 1)
 @settings(max_examples=20, deadline=None)
-def test_an_iterable_that_can_be_rewound_is_as_exact(kind: Any, world: int, update: int, skipped: int) -> None:
-    """Rows, random numbers and passes repeat after a rewind, even if its state forgets what a shuffle buffer held.
+def test_an_iterable_that_can_be_rewound_is_as_exact(world: int, update: int, skipped: int) -> None:
+    """Rows, random numbers and passes repeat after a rewind.
 
     So they do in a new process, for a state from before the rewind and for one from after it; also where what
     follows is skipped, as after an incident.
     """
-    whole = batches(over(kind(), slicings(1)[0]), 12)
+    whole = batches(over(Counting(), slicings(1)[0]), 12)
     per_rank = []
     for slicing in slicings(world):
-        samples = over(kind(), slicing)
+        samples = over(Counting(), slicing)
         batches(samples, update)
         here = samples.state_dict()
         batches(samples, 3)
@@ -133,7 +137,7 @@ def test_an_iterable_that_can_be_rewound_is_as_exact(kind: Any, world: int, upda
         behind = samples.state_dict()
         per_rank.append(batches(samples, 2))
         for state in (here, rewound, behind):
-            other = over(kind(), slicing)
+            other = over(Counting(), slicing)
             other.load_state_dict(state)
             for span in left_out:
                 other.skip(*span)
@@ -141,23 +145,17 @@ def test_an_iterable_that_can_be_rewound_is_as_exact(kind: Any, world: int, upda
     assert interleaved(per_rank) == whole[(update + skipped) * 4 :][:8]
 
 
-def test_streams_of_hugging_face_are_exact_shuffled_or_not(tmp_path: Path) -> None:
-    """Their state leaves the shuffle buffer's rows out, and still none is lost by a rewind."""
+def test_streams_of_hugging_face_are_exact(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"index": number}) for number in range(50)))
     source: dict[str, Any] = {"path": "json", "data_files": str(tmp_path / "rows.jsonl"), "split": "train"}
-    for shuffled in (False, True):
-        dataset = hf_dataset(**source, streaming=True, cache_dir=str(tmp_path))
-        dataset = dataset.shuffle(seed=1, buffer_size=8) if shuffled else dataset
-        samples = IterableSamples(dataset, Slicing(5), seed=0, collate=default_collate)
-        epoch: list[int] = indices(samples, 3)
-        here = samples.state_dict()
-        rest = batches(samples, 12)
-        samples.load_state_dict(here)
-        assert batches(samples, 12) == rest
-        samples.load_state_dict(here)
-        epoch += indices(samples, 7)
-        assert sorted(epoch) == list(range(50))
-        assert (epoch == list(range(50))) is not shuffled
+    samples = of_stream(hf_dataset(**source, streaming=True, cache_dir=str(tmp_path)), Slicing(5))
+    epoch: list[int] = indices(samples, 3)
+    here = samples.state_dict()
+    rest = batches(samples, 12)
+    samples.load_state_dict(here)
+    assert batches(samples, 12) == rest
+    samples.load_state_dict(here)
+    assert epoch + indices(samples, 7) == list(range(50))
 
 
 def test_nodes_of_torchdata_are_exact() -> None:
@@ -168,7 +166,7 @@ def test_nodes_of_torchdata_are_exact() -> None:
         return {"index": index, "noise": torch.rand(2)}
 
     rows = nodes.ParallelMapper(nodes.SamplerWrapper(SequentialSampler(range(23))), noisy, num_workers=0)
-    samples = IterableSamples(nodes.Loader(rows), Slicing(4), seed=0, collate=default_collate)
+    samples = of_stream(nodes.Loader(rows), Slicing(4))
     batches(samples, 3)
     here = samples.state_dict()
     rest = batches(samples, 8)
@@ -190,46 +188,18 @@ class CountedReads(Counting):
             yield row
 
 
-def after(saved: int, more: int) -> tuple[dict[str, Any], list[str]]:
-    """A state that was saved after so many updates, another one before it, and what follows it."""
+def test_a_new_process_finds_a_place_without_reading_the_epoch() -> None:
     samples = over(CountedReads(), Slicing(5))
-    batches(samples, saved)
-    samples.state_dict()
-    batches(samples, more)
-    return samples.state_dict(), batches(samples, 6)
-
-
-@pytest.mark.parametrize("more", [1, 40])
-def test_a_new_process_finds_a_place_without_reading_the_epoch(more: int) -> None:
-    """It reads no more rows than the next update has."""
-    state, rest = after(20, more)
+    batches(samples, 60)
+    state, rest = samples.state_dict(), batches(samples, 7)
     dataset = CountedReads()
     other = over(dataset, Slicing(5))
-    begun = dataset.reads
     other.load_state_dict(state)
-    assert dataset.reads - begun == 4 + 5 * more
-    assert batches(other, 6) == rest
-    later, rest = other.state_dict(), batches(other, 1)
+    assert dataset.reads == 0
+    assert batches(other, 6) == rest[:-1]
     third = over(CountedReads(), Slicing(5))
-    third.load_state_dict(later)
-    assert batches(third, 1) == rest
-
-
-@pytest.mark.parametrize(
-    ("place", "value"), [(-1, "0" * 64), (-2, {"line": 7})], ids=["of other rows", "of another kind"]
-)
-def test_a_state_that_does_not_lead_there_is_not_used(place: int, value: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Its epoch is read again, with a warning, and with beats while it is read."""
-    state, rest = after(250, 30)
-    dataset, beats = CountedReads(), list[int]()
-    other = over(dataset, Slicing(5))
-    other.beat = lambda: beats.append(1)
-    state["loader"][0][1][place] = value
-    other.load_state_dict(state)
-    assert dataset.reads > 250 * 5
-    assert len(beats) == 2
-    assert batches(other, 6) == rest
-    assert "cannot be used" in caplog.text
+    third.load_state_dict(other.state_dict())
+    assert batches(third, 1) == rest[-1:]
 
 
 def test_a_stream_keeps_two_updates() -> None:
@@ -239,12 +209,10 @@ def test_a_stream_keeps_two_updates() -> None:
     assert sum(fed.batches is not None for fed in samples._fed) == 2  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", [Counting, Buffered])
-def test_a_rewind_to_before_what_is_kept_reads_again(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches that are dropped because they take too much memory, or that no snapshot in memory needs."""
-    monkeypatch.setattr("resilient_train.data.fed._MAX_BYTES", 1)
+def test_a_rewind_to_before_what_is_kept_reads_again() -> None:
+    """Rows that are dropped because two updates are kept, or that no snapshot in memory needs."""
     for forgotten in (0, 10 * UPDATE):
-        samples = over(kind(), slicings(1)[0])
+        samples = over(Counting(), slicings(1)[0])
         batches(samples, 2)
         here = samples.state_dict()
         rest = batches(samples, 9)

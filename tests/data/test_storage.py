@@ -145,7 +145,7 @@ def test_a_stream_that_is_its_own_iterator_continues_behind_an_error() -> None:
                 raise StopIteration
             return self.at
 
-    stream = RowStream(OwnIterator(Rows()), Slicing(1), seed=0)
+    stream = RowStream(OwnIterator(Rows()), Slicing(1), 0, list)
     rows = list[int]()
     while len(rows) < 7:
         with suppress(ValueError):
