@@ -70,9 +70,6 @@ class Diagnoser(Protocol):
     def reviewed(self, vitals: Vitals, finding: Any) -> Any:
         """Return what the checks have found, unless weights that were just written on purpose explain it."""
 
-    def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
-        """Return what no check has noticed in an update."""
-
     def trusted(self, signal: Signal, since: int, has_landed: bool) -> int:
         """Return the newest step that can still be trusted: `since`, or one before it."""
 

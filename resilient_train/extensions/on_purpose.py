@@ -8,7 +8,6 @@ from typing import Any
 
 from resilient_train.core.checks import Finding
 from resilient_train.core.protocols import NewRegime
-from resilient_train.core.transaction import Transaction
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.extensions.checks.best import LEARNED, Probe, Rise
 from resilient_train.extensions.diagnosis.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer
@@ -37,7 +36,6 @@ class Intended:
     def __init__(self, parts: RunParts, explainer: Explainer, incidents: IncidentLog, controls: AllControls) -> None:
         self._parts, self._checks, self._incident_log, self._controls = parts, parts.checks, incidents, controls
         self._panel, self.trusted, self.explain = parts.panel, explainer.trusted, explainer.explain
-        self._explainer = explainer
         self._before: Any = None  # the effects before the incidents of late
         self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
         self._rise: Rise | None = None  # of the loss, which the newest anomaly is about, if it may be on purpose
@@ -60,9 +58,6 @@ class Intended:
             return finding
         is_spike = vitals.refused in SPIKES
         return Finding(repeat=is_spike) if vitals.accepted or is_spike else finding
-
-    def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
-        return self._explainer.check_first_updates(vitals, update.inputs)
 
     def is_on_purpose(self, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
         """Say whether a rise of the loss came again in spite of a rewind, and accept it then."""

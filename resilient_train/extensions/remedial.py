@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from resilient_train.core.controls import Controls, Effect
 from resilient_train.core.policy import Policy
 from resilient_train.data.samples import Samples
 from resilient_train.durable.keeper import CheckpointKeeper
-from resilient_train.extensions.armor.armor import Armor, CannotArmor, LineChanged, PatchedLine
+from resilient_train.extensions.armor.patches import Patches
 from resilient_train.extensions.diagnosis.explain import lost_eps
 from resilient_train.extensions.lasting import LastingRemedies, built_state, forget_moments
 from resilient_train.extensions.quarantine import Quarantine, Quarantined
@@ -20,8 +20,7 @@ from resilient_train.extensions.remedies import FullCase
 from resilient_train.extensions.run_parts import RunParts
 from resilient_train.extensions.trials import Trials
 from resilient_train.ground.secrets import masked_tree
-from resilient_train.ground.types import Action, Culprit, Diagnosis, Facts
-from resilient_train.ground.wording import log
+from resilient_train.ground.types import Action, Diagnosis, Facts
 
 _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one from the start
 
@@ -154,56 +153,6 @@ class QuarantinedRows:
                 self.add({listed: tuple(reason)}, int(step), int(incident))
                 self.quarantine.rows[listed] = Quarantined(tuple(reason), int(step), int(incident))
         self.quarantine.write()
-
-
-class Patches(Armor):
-    def __init__(self, handled: set[tuple[str, int, str]]) -> None:
-        """`handled`: lines that were patched, or cannot be: file, line, operation; an empty one is all of the line."""
-        super().__init__()
-        self._handled = handled
-        self.has_dropped = False  # patches of an earlier process whose lines were changed since
-
-    def add(self, file: str, line: int, op: str) -> PatchedLine:
-        patched = super().add(file, line, op)
-        self._handled.add((file, line, op))
-        return patched
-
-    def can_add(self, culprit: Culprit) -> bool:
-        """Say whether the line of a culprit can be patched and was not. That is slow: it visits all objects."""
-        where = self.target(culprit)
-        if where in self._handled:
-            return False
-        try:
-            self.check(*where)
-        except CannotArmor as why:
-            self._handled |= {where, (culprit.file, culprit.line, "")}
-            log.warning("cannot patch `%s` at %s:%d: %s", culprit.op, culprit.file, culprit.line, why)
-            return False
-        return True
-
-    def target(self, culprit: Culprit) -> tuple[str, int, str]:
-        """Return the operation in its line, or if that was patched already all that the line computes."""
-        where = culprit.file, culprit.line, culprit.op
-        return where if where not in self._handled else (culprit.file, culprit.line, "")
-
-    def effect(self) -> Effect:
-        def state() -> Any:
-            return masked_tree([asdict(patch) for patch in self.lines])
-
-        def agreed() -> Any:  # not the paths: each host may have its own
-            return [(patch.function, patch.text, patch.count, patch.op) for patch in self.lines]
-
-        return Effect("armor", state, self._restore, agreed=agreed)
-
-    def _restore(self, state: Any) -> None:
-        for patch in [PatchedLine(**patch) for patch in state]:
-            try:
-                self.add_again(patch)
-            except LineChanged:
-                log.info("%s:%d was changed since: its patch is removed", patch.file, patch.line)
-                self.has_dropped = True
-            except CannotArmor as why:
-                log.warning("can no longer patch `%s` at %s:%d: %s", patch.op, patch.file, patch.line, why)
 
 
 def _skipped_samples(samples: Samples) -> Effect:

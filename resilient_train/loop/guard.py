@@ -34,6 +34,7 @@ from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.progress import Doing
 from resilient_train.durable.resume import Resume
 from resilient_train.durable.trees import state_sha256, weights_sha256
+from resilient_train.extensions.armor.armor import is_patched
 from resilient_train.extensions.checks.config import ChecksConfig
 from resilient_train.extensions.checks.history import UpdateHistory
 from resilient_train.extensions.checks.rate import Panel
@@ -197,6 +198,7 @@ class Guard(EngineGuard):
                 over_ranks=world.norm,
                 seeds=seeds,
                 device=device,
+                is_patched=is_patched,
             )
             search = Search(replay, samples, world, beat)
         own_weights = arguments.own_weights(model) if world.size > 1 else None

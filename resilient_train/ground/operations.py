@@ -27,6 +27,8 @@ _ALIASES = {  # other names of the same operation
     "special_log_softmax": "log_softmax",
     "special_softmax": "softmax",
 }
+# Families of operations that raise where a patch has a value.
+HAVE_VALUES = ("cholesky", "inverse", "solve", "multinomial", "binary_cross_entropy")
 _FAMILIES = {  # what a line may call for the same operation, for patches: the family has the name of one of them
     "reciprocal": "div",
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm"), "matmul"),
