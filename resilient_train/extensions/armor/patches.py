@@ -1,4 +1,4 @@
-"""The patches of a run, as its effects: they last, are not put back by a rewind, and are made again at a resume."""
+"""The patches of a run, as its effects: they last, no rewind undoes them, and a resume patches the lines again."""
 
 from __future__ import annotations
 
