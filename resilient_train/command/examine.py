@@ -45,6 +45,7 @@ def main(words: list[str]) -> int:
 def _examined(given: argparse.Namespace) -> Any:
     # Here, as it imports torch, which takes seconds.
     import torch
+    from accelerate.utils import convert_outputs_to_fp32
 
     from resilient_train.command import build
     from resilient_train.command.config import compose
@@ -78,4 +79,7 @@ def _examined(given: argparse.Namespace) -> Any:
     model.train()
     batch = build.collate_of(config)(chosen)
     mixed = config.accelerate.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
-    return examine(model, objective, batch, mixed_precision=mixed)
+    if mixed != "no":  # as `accelerator.prepare` does, which would take a GPU
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[mixed]
+        model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype)(model.forward))
+    return examine(model, objective, batch)

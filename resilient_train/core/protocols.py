@@ -96,10 +96,6 @@ class Diagnoser:
         """Return what the checks have found, unless weights that were just written on purpose explain it."""
         return finding
 
-    def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
-        """Return what no check has noticed in an update."""
-        return None
-
     def trusted(self, signal: Signal, since: int, has_landed: bool) -> int:
         """Return the newest step that can still be trusted: `since`, or one before it."""
         return since

@@ -292,7 +292,7 @@ class EngineGuard:
         finding = self._diagnoser.reviewed(vitals, finding)
         has_steps = not (vitals.accepted or observes) and self._marks.undo_steps(judged.mark)
         self._note_verdict(judged, vitals)
-        anomaly = scanned or finding.anomaly or self._diagnoser.noticed(judged, vitals)
+        anomaly = scanned or finding.anomaly
         if anomaly is not None and observes:
             anomaly = replace(anomaly, landed=anomaly.landed or vitals.accepted)  # a loss scale may have refused it
             self._recovery.treat(anomaly, judged.update, judged, is_scanned=scanned is not None)

@@ -121,9 +121,6 @@ class OnPurpose(Extension, Diagnoser):
         self._rise: Rise | None = None  # of the loss, which the newest anomaly is about, if it may be on purpose
         self._rose_at = 0  # where the loss rose first: code that keeps no count of steps changes at once after a rewind
 
-    def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
-        return self._cause.noticed(update, vitals)
-
     def trusted(self, signal: Signal, since: int, has_landed: bool) -> int:
         return self._cause.trusted(signal, since, has_landed)
 

@@ -224,8 +224,6 @@ EVIDENCE = {
     "off_since_rate": "the last losses ({count}) average {mean:.4g} where {level:.4g} was usual before the learning rate rose x{times:.3g}",
     "plateau": "the last losses ({count}) average {mean:.4g} <falls?and fall><thrown?after the first updates had thrown it up><stands?and do not fall>, where it began with {first:.4g}<, and the weights still change by {travel:.2g} of their norm in 25 updates>",
     "weights_fell": "the weights fell to {share:.2g} of their norm",
-    "worse_norms_with_rows": "gradient norms of {norm:.3g} with some rows, of {usual:.3g} without them",
-    "worse_losses_with_rows": "losses of {loss:.4g} with some rows, of {usual:.4g} without them",
     "scale_stays": "the loss scale stays at {scale:.3g}, at which {times} updates in a row overflowed",
     "scale_fell": "the loss scale fell to {scale:.3g}",
     "not_finite": "not finite: {name} holds {value:g}< and {more} more>, of {count:tensor}",
@@ -253,7 +251,6 @@ EVIDENCE = {
 ROWS = {
     "row_not_finite": "{field}< at {at:id}> is {value:g}<, and {more} more>",
     "row_far": "{field}< at {at:id}> is {value:.3g}, where {others} other rows stay within ±{usual:.3g}",
-    "row_near_zero": "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows have {usual:.3g} or more",
     "row_out_of_range": "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows have {low:.4g} to {high:.4g}",
     "row_above_most": "{field}< at {at:id}> is {value:.3g}, where three of four other rows stay within ±{usual:.3g}",
     "row_raises": "{where:place} raises {error}, and for hardly any of {others} others",
@@ -266,7 +263,6 @@ ROWS = {
 _WRITES = "if it returns, suspect the hardware, or code that writes to"
 _BY_NO_UPDATE = f"which no update can have done: expect=[{{step:id}}] declares it if it is meant; {_WRITES} weights between updates."
 _CALMER = "lower the learning rate, warm up longer, or clip tighter"
-_NORMALISE = "normalise each column (subtract its mean, divide by its deviation)."
 
 # What a person can do about it: sentences, one after the other.
 ADVICE = {
@@ -317,17 +313,12 @@ ADVICE = {
     "batches_raise": "<everywhere?Every batch raises><only_some?Only some batches raise><!is_compared?The batch raises> {error}: handle that in your code.",
     "bad_rows": "{rows:Rows}: {why:say}; fix or remove {rows:it}.",
     "or_fix_line": "Or fix the line<: {how:say}><!how?.>",
-    "bad_labels": "The loss of these updates' samples is {loss:.4g} at weights at which that of earlier ones is {usual:.4g}: look for wrong labels or targets there.",
-    "loss_changed": "At weights at which the loss was {was:.4g} it is {now:.4g}: look for wrong labels, or for what changed in the data or the objective; a change on purpose is declared with expect=[STEP].",
-    "rows_again": "{rows:Rows}: the batch is ordinary without {rows:it}; the same happened with {rows:it} in earlier updates.",
     "ordinary_rows": "Look at {rows:rows}: the batch is ordinary without {rows:it}.",
     "this_batch_only": "Only this batch does it, and no row of it alone: if many follow, lower the learning rate.",
     "other_batches_too": "Other batches do the same: if the task was changed, declare it with expect=[STEP]; else lower the rate.",
     "not_compared": "Reproducible with this batch; no other rows could be tried.",
-    "inputs_out_of_scale": f"The inputs are out of scale: <many?a part><!many?column {{column:id}}> of {{field}} is about {{size:.3g}}, where half of its {{columns}} columns are below {{usual:.3g}}: {_NORMALISE}",
-    "inputs_large": f"The values of {{field}} are large: half of its {{columns}} columns that are not zero are {{usual:.3g}} or more: {_NORMALISE}",
     "eps_lost": "eps={eps:g} of {optimizer} is 0 in {dtype}: raise it, or keep weights and moments in float32.",
-    "weight_not_finite": f"`{{name}}` is {{value:g}}< at {{at:id}}><more? ({{bad}} of {{count:weight}} are not finite: {{names:names}})>, {_BY_NO_UPDATE}",
+    "weight_not_finite": f"`{{name}}` is {{now:g}}< at {{at:id}}>, {_BY_NO_UPDATE}",
     "weight_moved": f"`{{name}}` went from {{before:.3g}} to {{now:.3g}}< at {{at:id}}>, {_BY_NO_UPDATE}",
     "kept_not_finite": ("Weights and buffers are finite, and something kept is not: look at the code that updates it."),
     "again_after_rewind": "It happened again at the same place after a rewind.",

@@ -23,6 +23,7 @@ class Run(RunParts):
     settings: Any  # of all checks by their names
     best: BestLevel
     own_weights: Collection[str] | None  # those that DDP does not synchronize; None if the model is not replicated
+    is_patched: Callable[[str, int, str], bool] = lambda file, line, op: False  # whether what breaks there is repaired
     handled_lines: set[tuple[str, int, str]] = field(default_factory=set)  # of operations: patched, or cannot be
     backend: Computation
     marks: Marks

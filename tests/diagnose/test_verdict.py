@@ -128,7 +128,6 @@ OF_ERRORS: list[tuple[str, Any, str, dict[str, Any], str]] = [
 ]
 OF_SPIKES: list[tuple[str, Any, str, dict[str, Any], str]] = [
     ("bad_rows", replace(ROW, odd=ODD), "data rows", {"odd": {}}, "ordinary_rows"),
-    ("rows_again", replace(ROW, are_again=True), "data rows", {"climb": 1e3}, "ordinary_rows"),
     ("ordinary_rows", ROW, "unknown suspects", {"everywhere": True}, "other_batches_too"),
     ("climbed", replace(EVERYWHERE, climb=1e3), "explosion", {"everywhere": False}, "this_batch_only"),
     ("climbed", replace(AGAIN, climb=1e3), "explosion", {"climb": 9.0, "leap": 1e9}, "not_compared"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from guarded import accused, cross_entropy, trained
+from guarded import accused, cross_entropy
 from kills import incidents, kinds, summary
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -342,77 +342,6 @@ def test_bad_rows_are_found_from_the_first_step_on() -> None:
     assert found <= rows
     assert len(found) >= 20
     assert loop.loss() < 1.15 * healthy(250)[1]
-
-
-def test_a_row_far_out_in_one_of_the_first_updates_is_found() -> None:
-    """The gate does not know yet what is usual. A field that is as odd, but that is not read, is no reason."""
-
-    def weighed(model: Any, batch: Any) -> Tensor:
-        losses: Tensor = batch[2] * F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-        return losses.mean()
-
-    def run(rows: set[int], objective: Callable[[Any, Any], Tensor] = weighed) -> Loop:
-        weights = torch.ones(BLOBS).index_fill(0, torch.tensor([*rows], dtype=torch.long), 1e6)
-        return Loop(data=TensorDataset(*blobs().tensors, weights), objective=objective).train(250)
-
-    clean = run(set())
-    assert clean.guard.incidents == []
-    rows = {min(clean.guard.samples.rows_at(start, start + 16)) for start in (32, 640)}
-    assert run(rows, cross_entropy).guard.incidents == []
-    loop = run(rows)
-    (incident,) = loop.guard.incidents
-    assert (incident.diagnosis.cause, {*incident.diagnosis.rows}, incident.rewound_to) == ("data", rows, 0)
-    assert incident.anomaly.evidence[0]["fact"] in ("worse_norms_with_rows", "worse_losses_with_rows")
-    assert loop.loss() < 1.15 * clean.loss()
-
-
-def test_the_first_update_is_no_measure() -> None:
-    """It fits the mean of all targets, so its loss is a million times that of later ones, whatever its rows hold."""
-
-    class Mean(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = nn.Parameter(torch.zeros(()))
-
-    targets = 1000 + torch.randn(BLOBS, generator=torch.Generator().manual_seed(3))
-
-    def run(rows: set[int]) -> Guard:
-        unread = torch.ones(BLOBS).index_fill(0, torch.tensor([*rows], dtype=torch.long), 1e6)
-        model = Mean()
-        guard = Guard(None, model, torch.optim.SGD(model.parameters(), lr=0.5), batch_size=16, clip=None, steps=60,
-                      data=TensorDataset(targets, unread),
-                      objective=lambda model, batch: (model.mean - batch[0]).square().mean())  # fmt: skip
-        return trained(guard)
-
-    clean = run(set())
-    assert clean.incidents == run({min(clean.samples.rows_at(0, 16))}).incidents == []
-
-
-def test_rows_that_a_normalization_hides_are_found() -> None:
-    """Behind a batch norm no gradient jumps: the others of the batch are squashed, and nothing is learned from it."""
-    rows, data = spoiled()
-    loops = [Loop(data=data, norm=True, build=sgd).train(250) for data in (data, blobs())]
-    assert [(one.diagnosis.cause, one.outcome) for one in loops[0].guard.incidents] == [("data", "recovered")]
-    assert {*accused(loops[0].guard.incidents)} == rows
-    assert loops[0].loss() < 1.15 * loops[1].loss()
-
-
-def sgd(weights: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(weights, lr=0.1)
-
-
-def test_labels_that_are_wrong_for_a_stretch_are_data() -> None:
-    """Their loss is high at weights at which earlier samples have their usual one: no lower rate is advised."""
-
-    numbers = torch.Generator().manual_seed(1)
-    order = torch.cat([torch.randperm(BLOBS, generator=numbers) for _ in range(8)])
-    points, labels = blobs().tensors
-    points, labels = points[order], labels[order].clone()
-    labels[2400:2900] = (labels[2400:2900] + 1) % CLASSES
-    loop = Loop(data=TensorDataset(points, labels), shuffle=False).train(300)
-    assert {cause for _, cause, _ in loop.told()} == {"data"}
-    assert loop.guard.incidents[0].diagnosis.advice[0]["fact"] == "bad_labels"
-    assert loop.guard._controls.knobs.values.lr == 1.0
 
 
 # --------------------------------------------------------------------------------------------- damage from outside

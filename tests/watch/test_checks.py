@@ -329,22 +329,6 @@ def updates_of(losses: Sequence[float], norms: Sequence[float]) -> UpdateHistory
 
 
 @table(
-    ("norms", "wildest", "number"),
-    {
-        "one in ten is not several times another": ([1.0, 1.0, 1.0, 1.0, 4.0] * 10, 4.0, 0),
-        "it is": ([1.0, 1.0, 1.0, 1.0, 7.0] * 10, 7.0, 5),
-        "one of a row in thousands": ([1.0] * 3 + [200.0] + [1.0] * 20, 200.0, 1),
-        "not far enough above all others": ([4.0] * 3 + [200.0] + [4.0] * 20, 200.0, 0),
-        "nearly all of them are zero": ([0.0] * 3 + [200.0] + [0.0] * 20, 200.0, 0),
-    },
-)
-def test_gradients_that_differ_wildly(norms: list[float], wildest: float, number: int) -> None:
-    """Only then the largest of them are worth a look."""
-    found, known = updates_of([1.0] * len(norms), norms).wildest()
-    assert ([one.norm for one in found].count(wildest), len(known)) == (number, len(norms))
-
-
-@table(
     ("losses", "first"),
     {
         "nothing yet": ([], None),

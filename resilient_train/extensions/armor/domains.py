@@ -12,35 +12,28 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
-from resilient_train.extensions.armor.operations import family, op_name
 from resilient_train.ground.errors import text_of
+from resilient_train.ground.operations import family, op_name
 
 Operation = Callable[..., Any]
 
 _OF_MATRICES = {"cholesky": torch.linalg.cholesky_ex, "inverse": torch.linalg.inv_ex, "solve": torch.linalg.inv_ex}
-# Families of operations that raise where `call` has a value.
-HAVE_VALUES = (*_OF_MATRICES, "multinomial", "binary_cross_entropy")
 _LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _OF_CHANCES = (  # what is said of those that are none
     "invalid multinomial distribution",
     "probability tensor contains",
     "all elements of input should be between 0 and 1",
 )
-OUT_OF_RANGE = "value cannot be converted to type"  # what is said of a number beyond the type of its tensor
 _TRIED = 4  # distances from the border, each a hundred times the one before
 
 
 def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation; where it does not take its first input, or a number, change that."""
+    """Call an operation; where it does not take its first input, change that."""
     if op_name(name) == "binary_cross_entropy":  # a GPU does not raise beyond 0 and 1, but fails for good
         return _of_chances(bare, *args, **kwargs)
     try:
         return bare(*args, **kwargs)
     except RuntimeError as error:
-        kind = args[0].dtype if args and isinstance(args[0], Tensor) else kwargs.get("dtype")
-        if text_of(error).startswith(OUT_OF_RANGE) and kind is not None and kind.is_floating_point:
-            named = {name: _held(one, kind) for name, one in kwargs.items()}
-            return bare(*(_held(one, kind) for one in args), **named)
         attempt = _OF_MATRICES.get(family(name)) if isinstance(error, _LinAlgError) else None
         is_drawn = family(name) == "multinomial"
         if not args or not isinstance(args[0], Tensor) or (attempt is None and not is_drawn):
@@ -54,13 +47,7 @@ def has_value(error: BaseException) -> bool:
     text = text_of(error).removeprefix("torch.")
     if isinstance(error, _LinAlgError):
         return family(text.partition(":")[0].replace(".", "_")) in _OF_MATRICES
-    return text.startswith((OUT_OF_RANGE, *_OF_CHANCES))
-
-
-def _held(given: Any, kind: torch.dtype) -> Any:
-    """The nearest number that a type can hold, for a mask's -1e9 in half precision; tuples of sizes stay."""
-    most = torch.finfo(kind).max
-    return min(max(given, -most), most) if type(given) in (int, float) else given
+    return text.startswith(_OF_CHANCES)
 
 
 def _of_chances(bare: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Any:

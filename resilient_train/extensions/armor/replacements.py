@@ -6,23 +6,21 @@ Only at run time it is known whether `x.norm(...)` is one, or a user's module's.
 from __future__ import annotations
 
 import operator
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from resilient_train.extensions.armor.domains import Operation, call_distribution, is_distribution
-from resilient_train.extensions.armor.operations import (
+from resilient_train.extensions.armor.repair import call_and_repair, guarded, is_lost, is_repairable
+from resilient_train.ground.operations import (
     computes,
     is_torchs_code,
-    is_torchs_own,
     name_in_mode,
     overloads,
     torchs_name,
 )
-from resilient_train.extensions.armor.repair import call_and_repair, guarded, is_lost, is_repairable
 
 _MOST_TO_WIDEN = 2**20  # elements of a tensor: on most GPUs doubles take long
 
@@ -38,7 +36,7 @@ def method(name: str) -> Operation:
     def armored_method(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(owner, Tensor):
             return call(getattr(owner, name), *args, **kwargs)
-        return _armored(name, bare, (owner, *args), kwargs) if is_operation else bare(owner, *args, **kwargs)
+        return call_and_repair(bare, name, (owner, *args), kwargs) if is_operation else bare(owner, *args, **kwargs)
 
     return armored_method
 
@@ -60,13 +58,6 @@ def wide(value: Any) -> Any:
     return guarded(value).double() if is_any and value.numel() <= _MOST_TO_WIDEN else value
 
 
-def log_i0(owner: Any, *args: Any) -> Tensor:
-    """What a wider form takes in the place of `torch.special.i0(x).log()`: i0 leaves doubles as well, beyond 713."""
-    input: Tensor = owner if isinstance(owner, Tensor) else args[0]
-    log: Tensor = torch.special.i0e(input).log() + input.abs()
-    return log
-
-
 def widened(value: Any, wider: Any, bare: Any) -> Any:
     """What is called instead of `torch.log(torch.exp(x).sum())`: what armor has changed is taken from the wider one."""
     if not all(isinstance(one, Tensor) and one.is_floating_point() for one in (value, wider, bare)):
@@ -78,38 +69,12 @@ def widened(value: Any, wider: Any, bare: Any) -> Any:
 
 def call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
     """What is called instead of `called(...)`. In code of torch's every operation is armored: no line says which."""
-    if isinstance(called, nn.Module):
-        is_torchs = all(is_torchs_own(type(part)) for part in called.modules())
-    elif name := torchs_name(called):
-        return _armored(name, called, args, kwargs)
-    else:
-        is_torchs = is_torchs_code(called) or is_distribution(called)
-    if not is_torchs:
+    if name := torchs_name(called):
+        return call_and_repair(called, name, args, kwargs)
+    if not is_torchs_code(called) and not is_distribution(called):
         return called(*args, **kwargs)
     with _EveryOperation():
         return call_distribution(called, args, kwargs) if is_distribution(called) else called(*args, **kwargs)
-
-
-def _armored(name: str, bare: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if isinstance(bare, FunctionType) and not overloads(name) and not torch.compiler.is_compiling():
-        return call_and_repair(_opened(bare), name, args, kwargs)
-    return call_and_repair(bare, name, args, kwargs)
-
-
-def _opened(function: FunctionType) -> Operation:
-    """What a function of torch's in Python does, with every operation in it armored: `gumbel_softmax` divides. A
-    copy runs: it would hand itself to the mode, which sees nothing of what such a function calls.
-    """
-    checks = [name for name in function.__code__.co_names if name.startswith("has_torch_function")]
-    names = {**function.__globals__, **dict.fromkeys(checks, lambda *_: False)}
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-
-    def opened(*args: Any, **kwargs: Any) -> Any:
-        with _EveryOperation():
-            return copy(*args, **kwargs)
-
-    return opened
 
 
 class _EveryOperation(TorchFunctionMode):
@@ -119,4 +84,4 @@ class _EveryOperation(TorchFunctionMode):
         self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = name_in_mode(func), kwargs or {}
-        return _armored(name, func, args, kwargs) if name else func(*args, **kwargs)
+        return call_and_repair(func, name, args, kwargs) if name else func(*args, **kwargs)

@@ -25,8 +25,6 @@ _FIRST_LOSSES = 8  # accepted losses whose mean is the loss at the beginning of 
 _NOISY = 0.1  # standard error of the first loss, as a share of it
 _THROWN = 2.0  # times the size of the loss: a rise by that is no noise
 _LAST_LOSSES = 50  # accepted losses whose median is the final loss of the run
-WILD = 5.0  # ratio of the 90th to the 10th percentile of gradient norms from which norms differ wildly
-_ALONE = 100.0  # times the median: a single gradient norm so far above the others is wild as well
 _GROWN = 2.0  # times as large: gradient norms that grow with a loss
 FEW = 5  # updates that a diagnosis replays or inspects
 
@@ -92,13 +90,6 @@ class UpdateHistory:
 
     def recent(self) -> list[PastUpdate]:
         return self._known[-_RECENT_STEPS:]
-
-    def wildest(self) -> tuple[list[PastUpdate], list[PastUpdate]]:
-        """Return the updates with the largest gradients, or none if gradients differ little; and all accepted ones."""
-        known = sorted((one for one in self._known if one.accepted), key=lambda one: one.norm)
-        norms = [one.norm for one in known] or [0.0]
-        is_wild = norms[9 * len(norms) // 10] > WILD * norms[len(norms) // 10]
-        return (known[-FEW:] if is_wild or norms[-1] > _ALONE * norms[len(norms) // 2] > 0 else []), known
 
     def recent_measurements(self) -> tuple[list[float], list[float]]:
         """Return losses and gradient norms of the last accepted updates, followed by those of the newest update."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from typing import Any
@@ -20,12 +19,10 @@ from resilient_train.extensions.diagnosis.frames import Layers, Output, floating
 from resilient_train.extensions.diagnosis.replay import Replay
 from resilient_train.extensions.diagnosis.verdict import Observations
 from resilient_train.extensions.scans.layout import nonfinite
-from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.types import Diagnosis
 from resilient_train.ground.wording import blamed, say
 from resilient_train.parts.modes import Attributes
 
-_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TITLES = ("layer", "class", "output", "from", "to", "not finite", "gradient there")
 
 
@@ -66,16 +63,12 @@ class Examined:
         return "\n".join([*lines, *self.remarks, *["nothing here is out of order"] * is_quiet])
 
 
-def examine(
-    model: nn.Module, objective: Callable[[Any, Any], Any], batch: Any, *, mixed_precision: str = "no"
-) -> Examined:
+def examine(model: nn.Module, objective: Callable[[Any, Any], Any], batch: Any) -> Examined:
     """Run forward and backward of one batch under the microscope; model, gradients and random numbers are restored.
 
     `objective` is called as `(model, batch)` and returns the loss, or the loss and metrics. It runs three times.
-    `mixed_precision`, "bf16" or "fp16", is for a model that Accelerate has not prepared: its forward runs as there.
+    Its precision is that of the model: give what `accelerator.prepare` returned.
     """
-    if mixed_precision not in _DTYPES:
-        raise ConfigError("mixed_precision", mixed_precision, f"expected one of {', '.join(_DTYPES)}")
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
     batch = rebuilt(batch, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
@@ -98,11 +91,11 @@ def examine(
         over_ranks=lambda grads: torch.tensor(sqrt(sum(float(one.double().square().sum()) for one in grads))),
         seeds=Seeds(0, 0, device),
         device=device,
+        is_patched=lambda file, line, op: False,
     )
-    layers, dtype = Layers(getattr(model, "_orig_mod", model)), _DTYPES[mixed_precision]
-    with _in_precision(model, dtype, device) if dtype is not None else nullcontext():
-        first = replay.of([batch], 0, watching=layers)
-        seen = replay.under_microscope([batch], 0)
+    layers = Layers(getattr(model, "_orig_mod", model))
+    first = replay.of([batch], 0, watching=layers)
+    seen = replay.under_microscope([batch], 0)
     bad_fields = rows.nonfinite_fields(batch)
     is_healthy, origin = isfinite(first.loss) and isfinite(first.norm), seen.origin
     diagnosis = None
@@ -114,7 +107,7 @@ def examine(
         facts = replace(facts, error=first.raised)
         diagnosis = verdict.rule_for(rules, facts).answer(facts)
     remarks = [f"the batch: {say([one])}" for one in bad_fields]
-    remarks += [say([one]) for one in (*nonfinite(first.by_layer), *rows.out_of_scale(batch))]
+    remarks += [say([one]) for one in nonfinite(first.by_layer)]
     return Examined(
         first.loss,
         first.norm,
@@ -125,25 +118,6 @@ def examine(
         diagnosis=diagnosis,
         remarks=tuple(remarks),
     )
-
-
-@contextmanager
-def _in_precision(model: Any, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Run the forward in autocast with outputs in float32, as Accelerate does."""
-    own, forward = vars(model).get("forward"), torch.autocast(device.type, dtype)(model.forward)
-    halves = (torch.bfloat16, torch.float16)
-
-    def mixed(*given: Any, **named: Any) -> Any:
-        result = forward(*given, **named)
-        return rebuilt(result, lambda one: one.float() if isinstance(one, Tensor) and one.dtype in halves else one)
-
-    model.forward = mixed
-    try:
-        yield
-    finally:
-        del model.forward
-        if own is not None:
-            model.forward = own
 
 
 def _shape(found: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import inf
-from operator import attrgetter, itemgetter, truediv
+from operator import attrgetter, itemgetter
 from statistics import median
 from typing import Any
 
@@ -26,7 +26,7 @@ from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.tree import Share, is_sharded, local_part
 from resilient_train.data.samples import Samples
 from resilient_train.data.stream import Key
-from resilient_train.extensions.checks.history import FEW, WILD, Leap, PastUpdate, UpdateHistory
+from resilient_train.extensions.checks.history import FEW, Leap, PastUpdate, UpdateHistory
 from resilient_train.extensions.diagnosis import rows as by_rows
 from resilient_train.extensions.diagnosis import verdict
 from resilient_train.extensions.diagnosis.search import NONFINITE, Search
@@ -39,7 +39,6 @@ from resilient_train.ground.types import (
     Facts,
     Incident,
     Signal,
-    Vitals,
     by_signal,
     fact,
 )
@@ -55,16 +54,11 @@ _OF_THE_RATE = (
     Signal.NONFINITE_OPTIMIZER,
 )
 _MIN_SHARE_OF_UPDATE = 0.5  # of a rise of the loss: samples that cause less of it are not to blame
-_LITTLE = 0.25  # of it: samples that cause less of it are as usual
 _AHEAD = 2048  # samples ahead that are searched as well, once bad rows are found
-_YOUNG = 16  # accepted updates, before which there is nothing to compare with
-_TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison takes
 _FAR_LOWER = 2.0  # times
-_CLEARLY = 0.9  # of the pairs of one with them and one without
-_FIRST_UPDATES = 24  # accepted updates that show whether they differ wildly
 _OF_KEPT = Diagnosis(Cause.CORRUPTION, fact("kept_not_finite"))  # it is no reason to change how the run learns
-_NORM, _LOSS = attrgetter("norm"), attrgetter("loss")
-_FAR_ABOVE = 100.0  # times what three of four rows do not exceed, or times the least of the first updates
+_LOSS = attrgetter("loss")
+_FAR_ABOVE = 100.0  # times what three of four rows do not exceed
 
 
 @dataclass
@@ -82,9 +76,7 @@ class Explainer(Diagnoser):
     beat: Callable[[], None]  # called when a diagnosis has made progress
 
     def __post_init__(self) -> None:
-        self._first_sizes: dict[int, torch.Tensor] = {}  # the largest value of each field of the first updates
         self._leap: Leap | None = None  # of the learning rate, before the newest anomaly
-        self._of_first_updates: tuple[Facts, Diagnosis] | None = None  # evidence of that anomaly, and its diagnosis
 
     def trusted(self, signal: Signal, since: int, has_landed: bool) -> int:
         """Find out whether the learning rate rose lately. Updates that landed after a leap of it are not trusted."""
@@ -101,16 +93,14 @@ class Explainer(Diagnoser):
         is_sudden = leap is not None and leap.is_sudden
         found: Diagnosis | None = None
         errors = {one.row: fact("text", text=one.error) for one in update.failed}  # of rows that could not be fetched
-        if self._of_first_updates is not None and self._of_first_updates[0] == anomaly.evidence:
-            found = self._of_first_updates[1]
-        elif anomaly.signal is Signal.EXCEPTION and any(failed := self.world.all_of(errors)):
+        if anomaly.signal is Signal.EXCEPTION and any(failed := self.world.all_of(errors)):
             found = verdict.on_bad_rows(*failed)
         elif not anomaly.landed or anomaly.signal in NONFINITE:
             found = self._bad_rows(update) if anomaly.signal is Signal.NONFINITE_BATCH else None
             found = found or (self._of_refused(anomaly, refused) if refused is not None else None)
             found = found or by_signal(anomaly)
         elif anomaly.signal in OF_THE_LOSS and not is_sudden:
-            found = self._samples_behind(anomaly, self.checks.episode.reference)
+            self._require_same_regime(anomaly, self.checks.episode.reference)
         found = found or self._damage(anomaly, history)
         # Bad rows do not depend on the learning rate, and a slow rise of it makes no operation return NaN.
         may_be_leap = is_sudden or (found.culprit is None and found.cause is Cause.EXPLOSION)
@@ -120,19 +110,7 @@ class Explainer(Diagnoser):
             rose = fact("rate_rose", times=times, before=before, step=leap.step, is_sudden=is_sudden)
             to = leap.usual * leap.factor if leap.is_sudden else 0.0
             return Diagnosis(Cause.RATE, rose, usual_rate=leap.usual, leapt_to=to)
-        if found.cause in (Cause.EXPLOSION, Cause.OVERFLOW) and (advice := self._out_of_scale(update)):
-            found = replace(found, advice=found.advice + advice)
         return found
-
-    def _out_of_scale(self, update: Update) -> Facts:
-        keys = [*chain.from_iterable(update.keys)][: by_rows.OTHERS]
-        if not keys or not self.samples.rows:
-            return ()
-        with randomness.preserved(self.world.device):  # fetching rows changes it
-            try:
-                return by_rows.out_of_scale(self.samples.collated(keys))
-            except Exception:  # a row that cannot be fetched is an incident of its own
-                return ()
 
     def _of_refused(self, anomaly: Anomaly, refused: Transaction) -> Diagnosis | None:
         update, search = refused.update, self.search
@@ -141,7 +119,7 @@ class Explainer(Diagnoser):
         found = search.diagnose(anomaly, refused, self.updates.recent_measurements()) if search is not None else None
         if anomaly.signal not in SPIKES or (search is not None and (found is None or found.cause is not Cause.DATA)):
             return found
-        more = self._find_outlier_rows([update.start])  # those to come as well
+        more = self._find_outlier_rows(update.start)  # those to come as well
         if found is None or more is None:
             return found or more
         return replace(found, rows=tuple(sorted({*found.rows, *more.rows})), reasons={**more.reasons, **found.reasons})
@@ -162,7 +140,7 @@ class Explainer(Diagnoser):
         before: Mapping[str, Any] = verified[0].parts["weights"] if verified else {}
         mine = of_state(anomaly, dict(self.state.model.named_parameters()), before, self.optimizers)
         buffers = dict(self.state.model.named_buffers())
-        if mine is None and anomaly.signal is Signal.NONFINITE_WEIGHTS and first_nonfinite(buffers) is None:
+        if mine is None and anomaly.signal is Signal.NONFINITE_WEIGHTS and _worst(buffers, {}) is None:
             mine = 0.0, _OF_KEPT
         # A healthy rank also names the weight that moved most, so keep only the anomaly's ranks.
         theirs = enumerate(self.world.all_of(mine))
@@ -176,49 +154,22 @@ class Explainer(Diagnoser):
             return Diagnosis(Cause.OPTIMIZER, fact("again_after_rewind") + found.advice)
         return found
 
-    def noticed(self, update: Transaction, vitals: Vitals) -> Anomaly | None:
-        """Look for bad rows, once, where the first updates differ wildly: clipping or normalization hides such rows."""
-        if vitals.step > _FIRST_UPDATES or not vitals.accepted or not self.samples.rows:
-            return None
-        self._first_sizes[vitals.start] = by_rows.largest(update.inputs)  # it stays on the device
-        if vitals.step < _FIRST_UPDATES:
-            return None
-        wildest, known = self.updates.wildest()
-        sizes = {start: one.tolist() for start, one in self._first_sizes.items()}
-        self._first_sizes.clear()
-        beyond: dict[int, float] = {}  # how far each update is above others, in the field where it is most
-        if len({len(one) for one in sizes.values()}) == 1:
-            least = [min(field) or inf for field in zip(*sizes.values(), strict=True)]
-            beyond = {start: max(map(truediv, one, least), default=0.0) for start, one in sizes.items()}
-        far = sorted((start for start, times in beyond.items() if times > _FAR_ABOVE), key=beyond.__getitem__)[-FEW:]
-        by_rank = self.world.all_of(far)  # each has values of its own
-        suspects = dict.fromkeys([*(one.start for one in wildest), *(start for some in by_rank for start in some)])
-        found = self._find_outlier_rows([*suspects], [one.start for one in known])
-        if found is None or (seen := self._is_worse_with(found, known)) is None:
-            return None
-        signal, evidence = seen
-        self._of_first_updates = evidence, found
-        return Anomaly(signal, vitals.step, vitals.tick, 0, evidence)
-
-    def _find_outlier_rows(self, suspects: Sequence[int], also: Sequence[int] = ()) -> Diagnosis | None:
-        """Look for rows whose values are far above those of others, then also for those to come. Without a replay they
-        have to be very large: nothing else can explain them.
+    def _find_outlier_rows(self, start: int) -> Diagnosis | None:
+        """Look in an update for rows whose values are far above those of others, then also in those to come. Without a
+        replay they have to be very large: nothing else can explain them.
         """
-        if not self.samples.rows or not suspects:
+        if not self.samples.rows:
             return None
-
-        def keys_at(starts: Sequence[int]) -> list[Key]:
-            return [key for start in starts for key in chain.from_iterable(self.samples.keys_at(start))]
-
         with randomness.preserved(self.world.device):  # fetching rows changes it
-            keys = keys_at(suspects)
+            keys = [*chain.from_iterable(self.samples.keys_at(start))]
             others = self.samples.others(keys[: by_rows.OTHERS], 0, least=by_rows.ENOUGH)
             usual = by_rows.usual_sizes([self._fetched(key) for key in others])
             far_above = partial(by_rows.far_above, usual=usual, times=_FAR_ABOVE)
             odd = self._odd_among(keys, far_above)
             if not any(self.world.all_of(bool(odd))):
                 return None
-            odd |= self._odd_among(keys_at([*also, *self.samples.starts(max(suspects), _AHEAD)]), far_above)
+            for ahead in self.samples.starts(start, _AHEAD):
+                odd |= self._odd_among(chain.from_iterable(self.samples.keys_at(ahead)), far_above)
         return verdict.on_bad_rows(*self.world.all_of(odd))
 
     def _fetched(self, key: Key) -> Any:
@@ -229,79 +180,36 @@ class Explainer(Diagnoser):
         found = ((key.row, says(self._fetched(key))) for key in keys)
         return {row: why for row, why in found if why}
 
-    def _is_worse_with(self, found: Diagnosis, known: Sequence[PastUpdate]) -> tuple[Signal, Facts] | None:
-        """Whether the updates that hold rows go worse than others, and how that is seen; None where they do not.
-
-        Where all losses fall at first, those that fall no further show in the later half. Few updates with them are
-        enough where all of these are far above all others. The very first update may be so by nature: it is no measure.
-        """
-        in_order = sorted((one for one in known if one.accepted and one.step > 1), key=lambda one: one.step)
-        for updates in (in_order, in_order[len(in_order) // 2 :]):
-            with_them: list[PastUpdate] = []
-            without: list[PastUpdate] = []
-            for one in updates:
-                is_without = {*found.rows}.isdisjoint(self.samples.rows_at(one.start, one.stop))
-                (without if is_without else with_them).append(one)
-            if not with_them or len(without) < _TO_COMPARE:
-                continue
-            is_apart = any(
-                min(map(of, with_them)) > _FAR_ABOVE * max(map(abs, map(of, without))) > 0 for of in (_NORM, _LOSS)
-            )
-            if len(with_them) < _TO_COMPARE and not is_apart:
-                continue
-            norm, usual = (median(map(_NORM, some)) for some in (with_them, without))
-            if norm > WILD * usual:
-                return Signal.GRAD_SPIKE, fact("worse_norms_with_rows", norm=norm, usual=usual)
-            higher = sum(one.loss > other.loss for one in with_them for other in without)
-            if is_apart or higher > _CLEARLY * len(with_them) * len(without):
-                loss, usual = (median(map(_LOSS, some)) for some in (with_them, without))
-                return Signal.LOSS_SPIKE, fact("worse_losses_with_rows", loss=loss, usual=usual)
-        return None
-
-    def _samples_behind(self, anomaly: Anomaly, reference: Reference | None) -> Diagnosis | None:
-        """Say whether samples since the last good state explain the loss; else None. Raises NewRegime."""
-        suspects = self.updates.around(anomaly.since)[0]
-        odd = self._find_outlier_rows([one.start for one in suspects])
-        if odd is not None and (anomaly.since < _YOUNG or self._is_worse_with(odd, self.updates.recent())):
-            return odd
-        verified = self.ring.verified_until(anomaly.since)
-        if reference is None or not verified or not suspects:
-            return None
-        first, rise = suspects[0], median(map(_LOSS, suspects)) - reference.level
-        is_first = first.step == verified[0].step + 1  # it was made at the very weights of the verified state
-        if self.search is None or not self.samples.rows:
-            is_high = is_first and first.loss - reference.level > max(rise / 2, reference.size)
-            if is_high:  # at once, which neither an update nor a learning rate can have done
-                return Diagnosis(Cause.UNKNOWN, fact("loss_changed", was=reference.level, now=first.loss))
-            return None
-        trusted = self.updates.around(verified[0].step)[1]
-        if not rise > 0 or not trusted:
-            return None
+    def _require_same_regime(self, anomaly: Anomaly, reference: Reference | None) -> None:
+        """Raise NewRegime if the samples since the last good state, or those before it, explain a risen loss."""
+        suspects, verified = self.updates.around(anomaly.since)[0], self.ring.verified_until(anomaly.since)
+        trusted = self.updates.around(verified[0].step)[1] if verified else []
+        if self.search is None or not self.samples.rows or reference is None or not suspects or not trusted:
+            return
+        live, was = (median(map(_LOSS, some)) for some in (suspects, trusted))
+        rise = live - reference.level
+        if not rise > 0:
+            return
         loss_at = self.search.loss_at
         with self._weights_of(verified[0]):
-            now = [loss_at(one.start) for one in trusted]
-            usual, was = median(now), median(map(_LOSS, trusted))
+            usual = median(loss_at(one.start) for one in trusted)
             self._require_same_losses(trusted, was, rise)
             others = sorted(loss_at(one.start, of_others=True) for one in trusted)
             unlearned, high = others[len(others) // 2], others[max(0, len(others) - 2)]  # one may hold bad rows
             if unlearned - usual > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
                 raise NewRegime(fact("just_learned", was=was, step=verified[0].step, others=unlearned))
-            is_off = is_first and first.loss - usual > rise / 2
-            if is_off and loss_at(first.start) - usual < _LITTLE * rise:
-                return verdict.TRANSIENT  # neither the samples nor the weights
-            bad = [loss_at(one.start) for one in suspects]
-            if not median(bad) - usual > _MIN_SHARE_OF_UPDATE * rise or high >= median(bad):
-                return None  # also where the loss is not finite
-            live = median(map(_LOSS, suspects))  # at the weights that have learned them, or were made for them
-            is_new = live - usual < _MIN_SHARE_OF_UPDATE * (median(bad) - usual)
+            now = median(loss_at(one.start) for one in suspects)
+            if not now - usual > _MIN_SHARE_OF_UPDATE * rise or high >= now:
+                return  # also where the loss is not finite
+            # At the weights that have learned them, or were made for them.
+            is_new = live - usual < _MIN_SHARE_OF_UPDATE * (now - usual)
             if not is_new:
                 ahead = self.samples.starts(suspects[-1].start, _AHEAD)
                 later = [loss_at(start) for start in ahead[:: max(1, len(ahead) // FEW)]]
                 is_new = bool(later) and min(later) - usual > _MIN_SHARE_OF_UPDATE * rise
         if is_new:  # the data is like that from here on
-            what = fact("risen_at_verified", was=usual, now=median(bad), is_of_later=True)
-            raise NewRegime(what, usual + LEARNED * (median(bad) - usual), is_on_purpose=True)
-        return Diagnosis(Cause.DATA, fact("bad_labels", usual=usual, loss=median(bad)))
+            what = fact("risen_at_verified", was=usual, now=now, is_of_later=True)
+            raise NewRegime(what, usual + LEARNED * (now - usual), is_on_purpose=True)
 
     @contextmanager
     def _weights_of(self, snapshot: Snapshot) -> Iterator[None]:
@@ -357,12 +265,14 @@ def of_state(
     """Say what is wrong on this rank, and how bad it is; `before` are weights of a verified state, if there is one."""
     if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
         return inf, Diagnosis(Cause.OPTIMIZER, lost)
-    if anomaly.signal is Signal.NONFINITE_WEIGHTS and (found := first_nonfinite(weights)) is not None:
-        return inf, Diagnosis(Cause.CORRUPTION, fact("weight_not_finite", **found, step=anomaly.step))
-    if anomaly.signal is Signal.WEIGHTS_JUMP and (moved := _farthest(weights, before)) is not None:
-        far, found = moved
-        return far, Diagnosis(Cause.CORRUPTION, fact("weight_moved", **found, step=anomaly.step))
-    return None
+    is_jump = anomaly.signal is Signal.WEIGHTS_JUMP
+    if not is_jump and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
+        return None
+    if (worst := _worst(weights, before if is_jump else {})) is None:
+        return None
+    far, found = worst
+    what = fact("weight_moved" if is_jump else "weight_not_finite", **found, step=anomaly.step)
+    return far, Diagnosis(Cause.CORRUPTION, what)
 
 
 def lost_eps(optimizers: Iterable[Optimizer]) -> Facts | None:
@@ -380,29 +290,17 @@ def lost_eps(optimizers: Iterable[Optimizer]) -> Facts | None:
 
 
 @torch.no_grad()
-def first_nonfinite(weights: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    parts = {name: local_part(whole) for name, whole in weights.items()}
-    broken = [name for name, one in parts.items() if one.is_floating_point() and not bool(one.isfinite().all())]
-    if not broken:
-        return None
-    weight, whole = parts[broken[0]], weights[broken[0]]
-    place = (~weight.isfinite()).nonzero()[0].tolist()
-    counts = {"names": broken, "bad": len(broken), "count": len(parts), "more": len(broken) - 1}
-    return {"name": broken[0], "value": float(weight[tuple(place)]), "at": [] if is_sharded(whole) else place, **counts}
-
-
-@torch.no_grad()
-def _farthest(
-    weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]
-) -> tuple[float, dict[str, Any]] | None:
+def _worst(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]) -> tuple[float, dict[str, Any]] | None:
+    """Find the element that is farthest from what it was before, if that is known; one that is not finite is so."""
     farthest, found = 0.0, None
-    for name in filter(before.__contains__, weights):
-        weight, was = local_part(weights[name]), local_part(before[name])
-        if was.shape != weight.shape or not weight.is_floating_point() or not weight.numel():
+    for name, whole in weights.items():
+        weight = local_part(whole)
+        if not weight.is_floating_point() or not weight.numel():
             continue
-        far, flat = (weight - was.to(weight.device)).abs().flatten().max(dim=0)
+        was = local_part(before[name]).to(weight.device) if name in before else weight
+        far, flat = (weight - was).abs().nan_to_num(inf).flatten().max(dim=0)
         if float(far) > farthest:
             farthest, place = float(far), [int(one) for one in torch.unravel_index(flat, weight.shape)]
             values = {"before": float(was[tuple(place)]), "now": float(weight[tuple(place)])}
-            found = farthest, {"name": name, "at": [] if is_sharded(weights[name]) else place, **values}
+            found = farthest, {"name": name, "at": [] if is_sharded(whole) else place, **values}
     return found

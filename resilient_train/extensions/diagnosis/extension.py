@@ -29,6 +29,7 @@ class CauseFinder(Extension):
                 over_ranks=run.world.norm,
                 seeds=run.seeds,
                 device=run.world.device,
+                is_patched=lambda file, line, op: run.is_patched(file, line, op),
             )
             search = Search(replay, run.samples, run.world, run.beat, run.handled_lines)
         optimizers, checks = run.updater.optimizers, run.checks

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,8 +25,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from resilient_train.core.tree import leaves
-from resilient_train.extensions.armor.armor import is_patched
-from resilient_train.extensions.armor.operations import is_in_place, is_random, op_name
 from resilient_train.extensions.diagnosis.frames import (
     REPLAY,
     Line,
@@ -41,6 +39,7 @@ from resilient_train.extensions.diagnosis.frames import (
     user_line,
 )
 from resilient_train.extensions.diagnosis.verdict import Observations, is_plain
+from resilient_train.ground.operations import is_in_place, is_random, op_name
 from resilient_train.ground.types import Culprit
 
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
@@ -66,10 +65,6 @@ class Origin:
     of_inputs: Origin | None = None  # of inputs that are not finite
 
     @property
-    def is_patched(self) -> bool:
-        return self.line is not None and is_patched(self.line.file, self.line.line, self.op)
-
-    @property
     def culprit(self) -> Culprit:
         """The same as a record without torch."""
         line = self.line or Line("", 0)
@@ -88,23 +83,24 @@ class Microscope(TorchFunctionMode):
     Keeping all inputs would double activations: a second replay looks at those of the guilty call, number `look_at`.
     """
 
-    def __init__(self, model: nn.Module, *, look_at: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, is_patched: Callable[[str, int, str], bool], look_at: int | None = None
+    ) -> None:
         super().__init__()
         self.of_loss: Origin | None = None  # of the value that made the loss what it is
         self.backward: Origin | None = None  # the first one in backward
         self.of_error: Origin | None = None  # of the exception that ended forward or backward
         self.inputs: tuple[Mapping[str, Any], ...] = ()  # of the call number `look_at`
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._look_at, self._calls = look_at, 0
+        self._look_at, self._calls, self._is_patched = look_at, 0, is_patched
         # By memory, what is not finite and its origin, None if it came with the batch or the weights. The newest
         # tensor of those that share it is kept, as memory is reused.
         self._origins: dict[int, tuple[Tensor, Origin | None]] = {}
         self._nodes: dict[Any, Origin] = {}  # the call that each belongs to
         self._hooks: list[Any] = []
         self._has_spread = False  # some node has passed on a gradient that is not finite
-        self._repaired: dict[tuple[str, int], Origin] = {}  # by line: what broke in a patch and was replaced
-        self._replaced: dict[Any, Origin] = {}  # by node: what that was computed from
-        self._losses: list[Any] = []  # their nodes
+        self._losses: list[Tensor] = []
+        self._of_repaired = WeakIdKeyDictionary()  # by tensor: what broke in a patch on the way to it
         self._raised: tuple[BaseException, Origin] | None = None  # the newest exception of an operation
         self._of_batch = WeakIdKeyDictionary()  # tensors of the batch, and those that were made of these alone
         self._is_mixed = False  # what else the program holds may have come into those: a number, or a write in place
@@ -153,7 +149,7 @@ class Microscope(TorchFunctionMode):
         is_of_data = bool(tensors) and all(one in self._of_batch for one in tensors) and not self._is_mixed
         written = args[0] if in_place and args else kwargs.get("out")
         self._is_mixed |= not is_of_data and (name in _LEAVES_TORCH or written in self._of_batch)
-        call = Origin(op_name(name), user_line(self._names), self._calls, is_of_data)
+        call = Origin(op_name(name), user_line(self._names), self._calls, is_of_data, after=self._made_up(tensors))
         self._calls += 1
         if call.call == self._look_at:
             self.inputs = statistics(inputs)
@@ -169,14 +165,17 @@ class Microscope(TorchFunctionMode):
             outputs = floating(args[:1] if in_place and result is None else result)
             if is_of_data and not is_random(call.op):
                 self._of_batch.update({one: True for one in leaves(result) if isinstance(one, Tensor)})
+            if call.after is not None:
+                returned = outputs if result is None else leaves(result)
+                self._of_repaired.update({one: call.after for one in returned if isinstance(one, Tensor)})
             for output in outputs:
                 if not (kinds := kinds_of(output)):
                     continue
                 made = replace(call, kind=max(kinds), is_scalar=output.numel() == 1)  # "nan" rather than "inf"
                 origin = (self.backward if is_slope else None) or self._origin(made, kinds, arguments, was)
                 self._origins[_place(output)] = output, origin
-                if origin is not None and origin.call == call.call and call.is_patched:
-                    self._remember_repair(origin, inputs)
+                if origin is not None and origin.call == call.call and self._is_in_patch(call):
+                    self._of_repaired[output] = call.after or origin
             self._watch(inputs)
             self._watch(outputs, call if in_place else replace(call, of_inputs=self._made(inputs)))
         if is_slope:
@@ -185,7 +184,7 @@ class Microscope(TorchFunctionMode):
 
     def judge(self, loss: Tensor) -> None:
         """Find the origin of a loss that is not finite, and watch what is left of the graph."""
-        self._losses.append(loss.grad_fn)
+        self._losses.append(loss)
         with torch._C.DisableTorchFunction():
             self._watch([loss])
             if self.of_loss is None and (kinds := kinds_of(loss)):
@@ -219,8 +218,7 @@ class Microscope(TorchFunctionMode):
         given = kinds_of_numbers(arguments)
         if made.kind in given or (made.kind == "inf" and given) or made.op in _UNFILLED:
             return replace(made, was_given=True, is_of_data=False)
-        after = self._after([one.grad_fn for one in inputs], made.op)
-        return replace(made, inputs=() if was else statistics(inputs), after=after)
+        return replace(made, inputs=() if was else statistics(inputs))
 
     def _first(self, tensors: Iterable[Tensor]) -> Origin | None:
         """The earliest origin of tensors; what was given counts only if nothing else does."""
@@ -239,33 +237,13 @@ class Microscope(TorchFunctionMode):
         found = next((one for one in made if one.line is not None), given)
         return replace(found, kind=call.kind, call=call.call) if strange and found.line is not None else None
 
-    def _remember_repair(self, origin: Origin, inputs: Iterable[Tensor]) -> None:
-        """Note what a patch is about to repair: later values may be computed from that line, or from its inputs."""
-        assert origin.line is not None
-        self._repaired.setdefault((origin.line.file, origin.line.line), origin)
-        for node in [one.grad_fn for one in inputs if one.grad_fn is not None]:
-            self._replaced.setdefault(node, origin)
-            for before, _ in node.next_functions if _is_custom(node) else ():
-                if before is not None:
-                    self._replaced.setdefault(before, origin)
+    def _is_in_patch(self, call: Origin) -> bool:
+        return call.line is not None and self._is_patched(call.line.file, call.line.line, call.op)
 
-    def _after(self, nodes: Iterable[Any], op: str) -> Origin | None:
-        """The first repaired operation that these nodes depend on, or the same operation of the same values."""
-        if not self._repaired:
-            return None
-        met, waiting, found = {None}, list(nodes), []
-        while waiting:
-            node = waiting.pop()
-            if node in met:
-                continue
-            met.add(node)
-            waiting += [before for before, _ in node.next_functions]
-            call, given = self._nodes.get(node), self._replaced.get(node)
-            if call is not None and call.line is not None:
-                found.append(self._repaired.get((call.line.file, call.line.line)))
-            if given is not None and given.op == op:
-                found.append(given)
-        return min((one.after or one for one in found if one), key=lambda one: one.call, default=None)
+    def _made_up(self, tensors: Iterable[Tensor]) -> Origin | None:
+        """The first repaired operation that any of these tensors was computed from."""
+        known = (self._of_repaired[one] for one in tensors if one in self._of_repaired)
+        return min(known, key=lambda one: one.call, default=None)
 
     def _run_backward(
         self,
@@ -315,16 +293,16 @@ class Microscope(TorchFunctionMode):
             made = None
             if arrived:  # a hook made it, or the sum of gradients of several paths
                 made = self._first(arrived) if is_first else None
-            elif not call.is_patched and _is_custom(node):
+            elif not self._is_in_patch(call) and _is_custom(node):
                 made = self._made(passed_on)  # an operation in a backward of the user's
             if made is not None:
                 self.backward = replace(made, phase="backward")
-            elif arrived or call.is_patched:
+            elif arrived or self._is_in_patch(call):
                 return
             elif call.of_inputs is not None:  # the gradient is not finite because of the call's inputs
                 self.backward = replace(call.of_inputs, is_of_data=False)  # the program masks that value
             else:  # a gradient that is merely too large comes from everything that the loss is computed from
-                first = self._after([node, *self._losses] if is_plain(call.op) else [node], call.op)
+                first = call.after or (self._made_up(self._losses) if is_plain(call.op) else None)
                 kind = max(set().union(*map(kinds_of, passed_on)))
                 self.backward = replace(call, phase="backward", kind=kind, after=first, is_of_data=False)
 

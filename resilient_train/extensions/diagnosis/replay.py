@@ -54,6 +54,7 @@ class Replay:
     over_ranks: Callable[[list[Tensor]], Tensor]  # the norm of sharded gradients, which every rank calls
     seeds: Seeds
     device: torch.device
+    is_patched: Callable[[str, int, str], bool]  # says of file, line and operation whether what it breaks is repaired
 
     def __post_init__(self) -> None:
         self._bare: nn.Module = getattr(self.model, "_orig_mod", self.model)
@@ -98,7 +99,7 @@ class Replay:
         """Replay under the microscope, and again to look at the inputs of the call whose backward is to blame."""
         look_at, origin = None, None
         for _ in range(2):  # every rank replays as often
-            microscope = Microscope(self._bare, look_at=look_at)
+            microscope = Microscope(self._bare, self.is_patched, look_at)
             measured = self.of(batches, start, attributes, microscope)
             # Where the loss is not finite no gradient can be, and backward says nothing about the cause.
             at_loss = microscope.of_error or microscope.of_loss

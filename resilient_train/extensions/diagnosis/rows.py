@@ -10,19 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import SequenceKey, tree_flatten_with_path
 
-from resilient_train.core.tree import leaves, with_dicts
+from resilient_train.core.tree import with_dicts
 from resilient_train.ground.types import Facts, fact
 
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
 OTHERS = 128  # rows that a row is compared with
 ENOUGH = 16  # other rows, with fewer of which nothing is said of a small number
-_FAR_BELOW = 1e3  # times: what divides by so small a number, or takes its logarithm, is far out
 _WIDTHS = 4.0  # of the range in which nearly all others are: what is as far from it is no tail
-_NARROW = 2.0  # the ends of that range, one by the other
+_NARROW = 1.0  # the width of such a range, by its end nearer to 0
 _COLUMNS = 1_000  # of a field that is searched column by column
-_OUT_OF_SCALE = 1e3  # times the median of the columns
-_LARGE = 30.0  # the size of half of the columns: first weights are made for inputs of about 1
-_FEW_COLUMNS = 10_000  # of pictures no number is given
+_FAR_BELOW = 1e3  # times: what divides by so small a number, or takes its logarithm, is far out
 _MANY = 0.5  # of a batch: where as many rows are guilty it is not the rows
 
 
@@ -64,47 +61,38 @@ def nonfinite_fields(row: Any) -> Facts:
 
 
 def outlying_fields(row: Any, others: Sequence[Any], far: float) -> Facts:
-    """Name fields of a row that lie `far` times beyond those of others, far nearer to 0, or out of a narrow range."""
+    """Name the fields of a row that lie `far` times beyond those of others, or far out of the range of nearly all."""
     theirs = [dict(_fields(other)) for other in others]
     found: Facts = ()
-    compared = [(field, mine, [one[field] for one in theirs if field in one]) for field, mine in _fields(row)]
-    for field, mine, same in compared:
-        found += _far_out(field, mine, same, far)
-    for field, mine, same in compared if not found else ():
-        found += _out_of_narrow(field, mine, same, far)
+    for field, mine in _fields(row):
+        same = [one[field] for one in theirs if field in one]
+        size, sizes = _size(mine), sorted(filter(math.isfinite, map(_size, same)))
+        if not sizes or not math.isfinite(size):  # nonfinite_fields names what is not finite
+            continue
+        # Where the others are all 0 it may be a rare class, marked with 1, or a count: that it is not 0 says nothing.
+        if size > far * (max(sizes[-1], 2 * sizes[len(sizes) // 2]) or 1.0):
+            found += fact("row_far", **_largest_of(field, mine), others=len(sizes), usual=sizes[-1])
+        else:
+            found += _out_of_range(field, mine, same, far)
     return found
 
 
-def _far_out(field: str, mine: Tensor, same: Sequence[Tensor], far: float) -> Facts:
-    size, sizes = _size(mine), sorted(filter(math.isfinite, map(_size, same)))
-    if not sizes or not math.isfinite(size):  # nonfinite_fields names what is not finite
-        return ()
-    # Where the others are all 0 it may be a rare class, marked with 1, or a count: that it is not 0 says nothing.
-    if size > far * (max(sizes[-1], 2 * sizes[len(sizes) // 2]) or 1.0):
-        return fact("row_far", **_largest_of(field, mine), others=len(sizes), usual=sizes[-1])
-    # A single number that is always positive, such as a chance or a deviation: losses divide by those.
-    numbers = sorted(filter(math.isfinite, map(_number, same)))
-    lowest = numbers[len(numbers) // 16] if len(numbers) >= ENOUGH and numbers[0] > 0 else 0.0
-    if 0 < _number(mine) * max(far, _FAR_BELOW) < lowest:
-        return fact("row_near_zero", **_largest_of(field, mine), others=len(numbers), usual=lowest)
-    return ()
+def _out_of_range(field: str, mine: Tensor, others: Sequence[Tensor], far: float) -> Facts:
+    """Name a number, or a column, that is far out of where nearly all others are, which are of one sign.
 
-
-def _out_of_narrow(field: str, mine: Tensor, others: Sequence[Tensor], far: float) -> Facts:
-    """Name a number, or a column, that is far out of a range that is narrow for numbers so far from 0.
-
-    Not below `far` times the largest: prices grow now and then. Not 0: the line that cannot take it is to blame.
+    Not farther from 0: prices grow now and then. Not 0: the line that cannot take it is to blame.
     """
     same = [one for one in others if one.shape == mine.shape]
     if len(same) < ENOUGH or mine.dim() > 1 or mine.numel() > _COLUMNS or mine.is_complex():
         return ()
-    by_size, value = torch.stack(same).double().reshape(len(same), -1).sort(0).values, mine.double().flatten()
-    low, high = by_size[len(same) // 16], by_size[-1 - len(same) // 16]
-    least, largest = torch.stack([low.abs(), high.abs()]).sort(0).values
-    is_narrow = (low * high > 0) & (largest <= _NARROW * least) & (high > low)
-    is_tail = (value * high > 0) & (value.abs() > largest) & (value.abs() <= far * largest)
-    is_far = torch.maximum(low - value, value - high) > _WIDTHS * (high - low)
-    odd = (is_narrow & is_far & ~is_tail & value.isfinite() & (value != 0)).nonzero().flatten().tolist()
+    in_order, value = torch.stack(same).double().reshape(len(same), -1).sort(0).values, mine.double().flatten()
+    low, high = in_order[len(same) // 16], in_order[-1 - len(same) // 16]
+    near = torch.where(low > 0, low, high)
+    ratio, width = value / near, torch.where(low > 0, high, low) / near - 1
+    is_out = (width > 0) & (width <= _NARROW) & (1 - ratio > _WIDTHS * width)
+    # A chance or a deviation is always positive, and losses divide by it.
+    is_tiny = (in_order[0] > 0) & (ratio > 0) & (ratio * max(far, _FAR_BELOW) < 1) & (mine.numel() == 1)
+    odd = ((is_out | is_tiny) & value.isfinite() & (value != 0)).nonzero().flatten().tolist()
     if not odd:
         return ()
     of_value, low_end, high_end = (float(one[odd[0]]) for one in (value, low, high))
@@ -138,39 +126,6 @@ def _largest_of(field: str, values: Tensor) -> dict[str, Any]:
 def _at(place: Sequence[int], values: Tensor) -> float:
     value = values[tuple(place)]
     return float(value.abs() if value.is_complex() else value)
-
-
-def out_of_scale(batch: Any) -> Facts:
-    """Advise to normalise inputs some of whose columns are far larger than others, or all are large; else empty."""
-    large: Facts = ()
-    for name, values in _fields(batch):
-        if values.dim() < 2:
-            continue
-        columns = values.flatten(1).abs().nan_to_num(0.0, 0.0, 0.0).double().mean(0)
-        sizes = columns[columns > 0]
-        if len(sizes) < 2:
-            continue
-        size, usual = float(sizes.max()), float(sizes.median())
-        if size > _OUT_OF_SCALE * usual:
-            where = {"column": int(columns.argmax()), "columns": len(columns), "many": len(columns) > _FEW_COLUMNS}
-            return fact("inputs_out_of_scale", field=name, size=size, usual=usual, **where)
-        if usual > _LARGE and 2 * len(sizes) > len(columns):
-            large = large or fact("inputs_large", field=name, usual=usual, columns=len(sizes))
-    return large
-
-
-def largest(batches: Sequence[Any]) -> Tensor:
-    """The largest absolute value of each field, over batches of one shape; nothing waits for the device."""
-    sizes = [
-        torch.stack([one.detach().abs().amax().float() for one in some]).amax()
-        for some in zip(*map(leaves, batches), strict=False)
-        if all(isinstance(one, Tensor) and one.is_floating_point() and one.numel() for one in some)
-    ]
-    return torch.stack(sizes) if sizes else torch.empty(0)
-
-
-def _number(values: Tensor) -> float:
-    return float(values) if values.numel() == 1 and not values.is_complex() else math.nan
 
 
 def _size(values: Tensor) -> float:

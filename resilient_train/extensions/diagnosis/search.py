@@ -29,7 +29,6 @@ from resilient_train.processes.world import World
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
 _RARE = 100  # rows that pass an operation, for each that does not: then it is not the line; and the most to blame
 _FEW, _MOST_DRAWS = 4, 32  # rows of an update, and draws of others, that are tried for that
-_AGAIN = 3  # places of the data where an ordinary row made the loss or the gradient jump: as many epochs
 _FAR = 4.0  # times the largest of those: what makes a gradient jump is an outlier
 _ABSURD = 1e4  # the same where an operation broke: one that cannot take a large value is to blame itself
 NONFINITE = (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH)
@@ -49,9 +48,6 @@ class Search:
     world: World
     beat: Callable[[], None]  # called after every replay: a search takes longer than the watchdog allows an update
     tried: set[tuple[str, int, str]]  # operations that were patched, or cannot be
-
-    def __post_init__(self) -> None:
-        self._spiked: dict[int, set[int]] = {}  # rows that made the loss or the gradient jump: starts of those updates
 
     def diagnose(self, anomaly: Anomaly, refused: Transaction, history: History) -> Diagnosis | None:
         if anomaly.signal not in (*NONFINITE, *SPIKES, Signal.EXCEPTION):
@@ -115,19 +111,15 @@ class Search:
             reproduced = bool(found or origin) or not (first.failure or _allows_loss(refused, first.loss))
             is_known = any(self.world.all_of(reproduced))
             facts = replace(facts, reproduced=reproduced or not is_known)
-        alone, others = self._alone(refused, found, origin, filler)
-        found = alone or found
+        others = self._others_that_pass(refused, found, origin)
         if not refused.update.keys and origin is None:
             return replace(facts, failure=fact("rows_without_names"))
         if not found or filler is None:
             return facts
         odd = self._odd(found, filler, _ABSURD if facts.culprit else _FAR, refused.nan_is_usual)
         rows = tuple(sorted({key.row for key in found}))
-        for row in rows if is_spike else ():
-            self._spiked.setdefault(row, set()).add(refused.update.start)
-        are_again = all(len(self._spiked.get(row, ())) >= _AGAIN for row in rows)
         passed = self.samples.have_passed(found)
-        return replace(facts, rows=rows, odd=odd, others=others, have_passed=passed, are_again=are_again)
+        return replace(facts, rows=rows, odd=odd, others=others, have_passed=passed)
 
     def _control(self, refused: Transaction) -> tuple[list[Key] | None, bool]:
         """Replay other rows at the same weights; return a healthy draw of them, and whether any was replayed."""
@@ -145,28 +137,18 @@ class Search:
                 break
         return filler, is_compared
 
-    def _alone(
-        self, refused: Transaction, found: Sequence[Key], origin: Origin | None, filler: list[Key] | None
-    ) -> tuple[list[Key], int]:
-        """The rows that break an operation of data alone, and how many others were tried, of which hardly any does."""
-        keys: list[Key] = [*chain(*refused.update.keys)]
-        left = [*found] if origin is not None and self._may_be_rare(refused.update.keys, found, origin) else []
-        alone: list[Key] = []
-        while any(self.world.all_of(bool(left))):
-            key = left.pop() if left else None
-            mixed = [one if one is key else other for one, other in zip(keys, filler or keys, strict=True)]
-            seen = self._replayed(refused, mixed, watched=True).origin
-            if key is not None and origin is not None and seen is not None and seen.is_of_data:
-                alone += [key] * (_where(seen.culprit) == _where(origin.culprit))
-        others, draw = set[int](), _CONTROLS
-        count, most = len(alone), len(alone) + (2 * len(keys) <= _RARE)  # of a large draw many rows may break
+    def _others_that_pass(self, refused: Transaction, found: Sequence[Key], origin: Origin | None) -> int:
+        """How many others were tried where rows alone break an operation of data, and hardly any other does; else 0."""
+        keys = refused.update.keys
+        is_rare = origin is not None and self._may_be_rare(keys, found, origin)
+        others, draw, count = set[int](), _CONTROLS, len(found) if is_rare else 0
+        most = count + (2 * sum(map(len, keys)) <= _RARE)  # of a large draw many rows may break
         while any(self.world.all_of(len(others) < _RARE * count <= _RARE * most)) and draw < _MOST_DRAWS:
-            drawn = self._others(refused.update.keys, draw)
+            drawn = self._others(keys, draw)
             tried = self._replayed(refused, drawn)
-            is_broken = _would_refuse(refused, tried.loss, tried.norm)
-            count, draw = count + (bool(alone) and is_broken), draw + 1
+            count, draw = count + (is_rare and _would_refuse(refused, tried.loss, tried.norm)), draw + 1
             others.update(key.row for key in drawn)
-        return (alone, len(others)) if alone and len(others) >= _RARE * count and count <= most else ([], 0)
+        return len(others) if is_rare and len(others) >= _RARE * count and count <= most else 0
 
     def _may_be_rare(self, keys: Keys, found: Sequence[Key], origin: Origin) -> bool:
         if origin.after or not origin.is_of_data or not 0 < len(found) <= _FEW:

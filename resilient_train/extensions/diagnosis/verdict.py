@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from resilient_train.extensions.armor.domains import HAVE_VALUES, OUT_OF_RANGE
-from resilient_train.extensions.armor.operations import family
+from resilient_train.ground.operations import HAVE_VALUES, family
 from resilient_train.ground.types import Cause, Culprit, Diagnosis, Facts, fact
 
 HUGE = 1e15  # sums and squares of it leave float32
@@ -122,7 +121,6 @@ class Observations:
     odd: Mapping[int, Facts] = field(default_factory=dict)  # by row of `rows`: which of its values are unusual
     others: int = 0  # rows that were tried where an operation of data alone breaks on `rows`, and hardly on any other
     have_passed: bool = False  # the rows were trained on before, in an earlier epoch
-    are_again: bool = False  # each of the rows made the loss or the gradient jump in earlier updates
     batch_is_bad: bool = False  # it holds values that are not finite
     size: float = 0.0  # of the gradient, measured in doubles
     failure: Facts = ()  # why a replay was impossible
@@ -205,7 +203,6 @@ def merge_ranks(observed: Sequence[Observations]) -> Observations:
         odd={row: why for one in again for row, why in one.odd.items()},
         others=min((one.others for one in again if one.rows or one.culprit), default=0) if len(places) == 1 else 0,
         have_passed=all(one.have_passed for one in again if one.rows),
-        are_again=all(one.are_again for one in again if one.rows),
         batch_is_bad=any(one.batch_is_bad for one in again),
         size=max(one.size for one in again),
         failure=failure,
@@ -410,7 +407,7 @@ ERRORS = (  # of user code, in most cases ones that other batches at the same we
     ),
     Rule(
         "raised",
-        lambda seen: seen.has_value or (seen.culprit and OUT_OF_RANGE in seen.error),
+        lambda seen: seen.has_value,
         Cause.OPERATION,
         _says("raised", "where", "error"),
         names_line=True,
@@ -436,13 +433,6 @@ ERRORS = (  # of user code, in most cases ones that other batches at the same we
 
 SPIKES = (  # of the loss or the gradient norm, which were what is usual before
     Rule("bad_rows", lambda seen: seen.blamed and seen.odd, Cause.DATA, bad=lambda seen: seen.odd),
-    Rule(  # nothing is odd about them but what they do, again and again: each time a whole batch is lost with them
-        "rows_again",
-        lambda seen: seen.blamed and seen.are_again and seen.climb < _CLIMB,
-        Cause.DATA,
-        _says("rows_again", "rows"),
-        rows=_rows,
-    ),
     Rule(  # nothing is odd about them, and the weights may be at fault: none is quarantined
         "ordinary_rows", lambda seen: seen.blamed, Cause.UNKNOWN, _says("ordinary_rows", "rows"), suspects=_rows
     ),

@@ -27,6 +27,8 @@ _ALIASES = {  # other names of the same operation
     "special_log_softmax": "log_softmax",
     "special_softmax": "softmax",
 }
+# Families of operations that raise where a patch has a value.
+HAVE_VALUES = ("cholesky", "inverse", "solve", "multinomial", "binary_cross_entropy")
 _FAMILIES = {  # what a line may call for the same operation, for patches: the family has the name of one of them
     "reciprocal": "div",
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm"), "matmul"),
@@ -122,11 +124,6 @@ def computes(name: str) -> bool:
     returned = [kind for form in overloads(name) for kind in form._schema.returns]
     makes_tensors = any("Tensor" in str(kind.type) for kind in returned)
     return not overloads(name) or (makes_tensors and not any(kind.alias_info for kind in returned))
-
-
-@_constant
-def is_torchs_own(kind: type) -> bool:
-    return kind.__module__.startswith("torch.")
 
 
 @_constant
