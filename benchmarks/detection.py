@@ -22,9 +22,9 @@ import numpy as np
 from detection_curves import FAMILIES, Curve, recorded, risen
 from detection_rivals import ALARM, REFUSED, Arc, Detector, MeanSigma, MedianMad, Ours
 
-from resilient_train.extensions.checks.config import named
 from resilient_train.extensions.checks.rate import Panel
 from resilient_train.ground.types import Vitals
+from resilient_train.loop.settings import named
 
 SCANS_SEE = ("w1e", "lay", "v", "mx")  # faults of weights and moments, which the scans look for besides
 BY_CONSTRUCTION = "stuck"  # a batch that repeats: our stream cannot

@@ -8,9 +8,9 @@ from math import isfinite, sqrt
 from statistics import median
 from typing import Any, Protocol
 
-from resilient_train.extensions.checks.config import ChecksConfig
 from resilient_train.extensions.checks.rate import Panel
 from resilient_train.ground.types import Signal, Vitals
+from resilient_train.loop.settings import ChecksConfig
 
 ALARM, REFUSED = "alarm", "refused"
 

@@ -9,8 +9,9 @@ from typing import Any
 from resilient_train.core.checks import Finding
 from resilient_train.core.protocols import NewRegime
 from resilient_train.core.transaction import Transaction
+from resilient_train.data.history import Rise
 from resilient_train.durable.incident_log import IncidentLog
-from resilient_train.extensions.checks.best import LEARNED, Probe, Rise
+from resilient_train.extensions.checks.best import LEARNED, Probe
 from resilient_train.extensions.diagnosis.explain import OF_THE_LOSS, ChangedOnPurpose, Explainer
 from resilient_train.extensions.remedial import AllControls
 from resilient_train.extensions.run_parts import RunParts

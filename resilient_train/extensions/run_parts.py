@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from resilient_train.core.protocols import Parts
+from resilient_train.data.history import UpdateHistory
 from resilient_train.data.samples import Samples
-from resilient_train.extensions.checks.history import UpdateHistory
 from resilient_train.extensions.checks.rate import Panel
 from resilient_train.extensions.diagnosis.search import Search
 from resilient_train.extensions.scans.scans import Scans

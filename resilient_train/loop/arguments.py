@@ -33,8 +33,6 @@ from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.sequential import IterableSamples, LoaderSamples
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.extensions import remedies as remedies  # which makes them known
-from resilient_train.extensions.checks.config import ChecksConfig
-from resilient_train.extensions.checks.config import named as named_checks
 from resilient_train.extensions.computation import Measured
 from resilient_train.extensions.drills import Drill
 from resilient_train.extensions.quarantine import Quarantine, Quarantined
@@ -60,6 +58,8 @@ from resilient_train.loop.schedule import (
     PlateauSchedule,
     ShadowSchedule,
 )
+from resilient_train.loop.settings import ChecksConfig
+from resilient_train.loop.settings import named as named_checks
 from resilient_train.processes.world import World
 
 _FSDP1 = (

@@ -26,6 +26,7 @@ from resilient_train.core.ring import Ring
 from resilient_train.core.state import Clock, RunState
 from resilient_train.core.update import EngineGuard
 from resilient_train.core.updater import Updater
+from resilient_train.data.history import UpdateHistory
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.sequential import LoaderSamples
@@ -34,8 +35,6 @@ from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.progress import Doing
 from resilient_train.durable.resume import Resume
 from resilient_train.durable.trees import state_sha256, weights_sha256
-from resilient_train.extensions.checks.config import ChecksConfig
-from resilient_train.extensions.checks.history import UpdateHistory
 from resilient_train.extensions.checks.rate import Panel
 from resilient_train.extensions.computation import BatchErrors, Computation, MicroBatchSizer, Objective
 from resilient_train.extensions.diagnosis.explain import Explainer
@@ -66,6 +65,7 @@ from resilient_train.loop.hooks import (
 )
 from resilient_train.loop.reporter import REPORT_EVERY, Place, RunReporter, holders, log_to_stderr, place
 from resilient_train.loop.run_process import RunProcess
+from resilient_train.loop.settings import ChecksConfig
 from resilient_train.processes.world import World
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"

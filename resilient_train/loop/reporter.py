@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from resilient_train.core.state import Clock
+from resilient_train.data.history import UpdateHistory
 from resilient_train.durable import endings
 from resilient_train.durable.endings import SUMMARY, Loop, RunFacts, Summary, status_of
 from resilient_train.durable.incident_log import INCIDENTS, IncidentLog
@@ -29,7 +30,6 @@ from resilient_train.durable.journal import JOURNAL
 from resilient_train.durable.lock import DirectoryLock
 from resilient_train.durable.progress import Doing, Progress
 from resilient_train.durable.run_history import RunHistory
-from resilient_train.extensions.checks.history import UpdateHistory
 from resilient_train.extensions.checks.rate import Panel
 from resilient_train.ground.errors import (
     ConfigError,

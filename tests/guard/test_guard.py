@@ -12,12 +12,12 @@ from guarded import SKIP, At, Net, Poison, adamw, guarded, handed_over, is_finit
 from torch.utils.data import DataLoader
 
 from resilient_train.core.ring import snapshot_to_drop
-from resilient_train.extensions.checks.config import named
 from resilient_train.extensions.diagnosis.verdict import TRANSIENT
 from resilient_train.ground.errors import GaveUp
 from resilient_train.ground.reader import MemoryConfig
 from resilient_train.ground.types import fact
 from resilient_train.loop.guard import Guard
+from resilient_train.loop.settings import named
 
 
 def signals(guard: Guard) -> list[str]:

@@ -10,8 +10,8 @@ from test_reference import passed
 
 from resilient_train.core.decide import decide
 from resilient_train.core.episode import Episode, Reference, Standing
-from resilient_train.extensions.checks.config import named
 from resilient_train.ground.types import Cause, Diagnosis
+from resilient_train.loop.settings import named
 
 
 @pytest.mark.parametrize(("since", "usual"), [(None, None), (390, None), (300, 1.01**100), (250, 1.01**50)])

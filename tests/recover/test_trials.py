@@ -26,13 +26,13 @@ from torch.utils.data import TensorDataset
 from resilient_train.durable.run_history import as_line, from_line
 from resilient_train.durable.trees import weights_sha256
 from resilient_train.extensions.checks.config import NoProgressConfig
-from resilient_train.extensions.checks.config import named as checks_named
 from resilient_train.extensions.checks.rate import NoProgress, Panel
 from resilient_train.extensions.remedies import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.types import Action, Signal, Tried, Vitals
 from resilient_train.ground.wording import describe
 from resilient_train.loop.guard import Guard
+from resilient_train.loop.settings import named as checks_named
 
 WIDTH, LETTERS, CONTEXT = 6, 16, 4
 

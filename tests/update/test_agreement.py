@@ -21,13 +21,13 @@ from resilient_train.core.mark import Mark
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.updater import Attempt
 from resilient_train.durable.trees import weights_sha256
-from resilient_train.extensions.checks.config import named
 from resilient_train.extensions.drills import BitFlip
 from resilient_train.extensions.scans.layout import digest
 from resilient_train.extensions.scans.scans import Replicas
 from resilient_train.ground.errors import RanksDiffer
 from resilient_train.ground.types import Vitals
 from resilient_train.loop.guard import Guard
+from resilient_train.loop.settings import named
 from resilient_train.processes.world import odd_ones
 
 CPU = torch.device("cpu")

@@ -16,10 +16,11 @@ from torch.nn.functional import cross_entropy
 
 from resilient_train import Guard
 from resilient_train.core.loss import Jump, Level
-from resilient_train.extensions.checks.best import BLOCK, BestLevel, Probe, Rise
-from resilient_train.extensions.checks.config import named
+from resilient_train.data.history import Rise
+from resilient_train.extensions.checks.best import BLOCK, BestLevel, Probe
 from resilient_train.extensions.checks.rate import Panel
 from resilient_train.ground.types import NO_LIMIT, Vitals
+from resilient_train.loop.settings import named
 
 JUMP = named("default").jump
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from tables import table
 
 from resilient_train.core.checks import Finding
-from resilient_train.extensions.checks.config import ChecksConfig, named
-from resilient_train.extensions.checks.history import UpdateHistory
+from resilient_train.data.history import UpdateHistory
 from resilient_train.extensions.checks.rate import Panel
 from resilient_train.ground.types import NO_LIMIT, Anomaly, Signal, Vitals
+from resilient_train.loop.settings import ChecksConfig, named
 
 Curve = Iterable[tuple[float, float]]
 

@@ -6,7 +6,6 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from resilient_train.extensions.checks.config import ChecksConfig
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.files import conf
 from resilient_train.ground.reader import (
@@ -18,6 +17,7 @@ from resilient_train.ground.reader import (
     checked,
     limited,
 )
+from resilient_train.loop.settings import ChecksConfig
 from resilient_train.report.tracker import TrackingConfig
 
 CONF = conf()

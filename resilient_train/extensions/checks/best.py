@@ -11,6 +11,7 @@ from resilient_train.core.checks import Check, References
 from resilient_train.core.episode import Reference
 from resilient_train.core.limit import LimitConfig
 from resilient_train.core.loss import Alarm, JumpConfig, without_top
+from resilient_train.data.history import Rise
 from resilient_train.ground.types import Vitals
 
 BLOCK = 50  # accepted losses
@@ -106,13 +107,6 @@ LEARNED = 0.25  # of a rise
 _LONGEST = 200  # steps of a climb
 _ALIKE = 0.25  # of the higher of two rises, by which they may differ
 _NEAR, _NEAR_SHARE = 2, 0.25  # steps, and share of the way from the rewind, by which their steps may differ
-
-
-class Rise(NamedTuple):
-    step: int  # the first update with it
-    start: int  # of its samples
-    height: float  # above the level
-    grows: bool  # gradient norms grow with it
 
 
 class Probe(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from resilient_train.core.checks import CoreChecksConfig
 from resilient_train.core.episode import ReferenceConfig
 from resilient_train.core.loss import Every
-from resilient_train.ground.reader import limited, option, read
+from resilient_train.ground.reader import limited
 
 
 @dataclass
@@ -41,26 +41,8 @@ class ScaleConfig(Every):
 
 
 @dataclass
-class ScanConfig(Every):
-    margin: float = limited(at_least=1)
-
-
-@dataclass
-class NormsConfig(Every):
-    factor: float = limited(above=1)
-
-
-@dataclass
-class ChecksConfig(CoreChecksConfig):
+class FurtherChecksConfig(CoreChecksConfig):
     creep: CreepConfig
     rate: RateConfig
     no_progress: NoProgressConfig
     scale: ScaleConfig
-    weights: ScanConfig
-    optimizer: ScanConfig
-    replicas: Every
-    norms: NormsConfig
-
-
-def named(name: str) -> ChecksConfig:
-    return read(ChecksConfig, option("checks", name), "checks")

@@ -14,8 +14,8 @@ from resilient_train.core.episode import Reference, Standing, falls, line
 from resilient_train.core.loss import FEW, Alarm, Level, deviation, without_top
 from resilient_train.extensions.checks.best import BestLevel, Experiment
 from resilient_train.extensions.checks.config import (
-    ChecksConfig,
     CreepConfig,
+    FurtherChecksConfig,
     NoProgressConfig,
     RateConfig,
     ScaleConfig,
@@ -272,7 +272,7 @@ class Panel:
     experiment: Experiment
 
     @classmethod
-    def of(cls, config: ChecksConfig) -> Panel:
+    def of(cls, config: FurtherChecksConfig) -> Panel:
         level, best = Level(config.jump), BestLevel(config.jump)
         no_progress, experiment = NoProgress(config.no_progress), Experiment(config.limit)
         checks = Checks(

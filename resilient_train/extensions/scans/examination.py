@@ -20,9 +20,6 @@ from resilient_train.extensions.scans.scans import Scans
 from resilient_train.ground.types import Anomaly, Facts, Signal, fact
 from resilient_train.processes.world import World, odd_ones
 
-_APART = 1e-5  # relative difference between replicas: far above rounding, far below what a scan reports
-_LARGEST = torch.finfo(torch.float32).max
-
 
 class _Launched(NamedTuple):
     step: int
@@ -80,27 +77,15 @@ class Examination:
     def _measure(self, kept: Mapping[str, Tree], *, everything: bool = False) -> _Launched:
         """Measure, and reduce to the largest of each number over all ranks, followed by the negated smallest."""
         mine = self._scans.measure(kept, everything=everything)
-        if any(shares := self._scans.are_shares()):
-            is_share = torch.tensor(shares, device=mine.device)
-            mine = torch.where(is_share, self._world.sum(torch.where(is_share, mine, 0.0)), mine)
         both = mine if self._world.size == 1 else self._world.max(torch.cat([mine, -mine]))
         return _Launched(self._clock.step, self._clock.tick, mine, Sent(both))
 
     def _judge_scan(self, scan: _Launched) -> Anomaly | None:
-        """Judge the largest numbers of all ranks; if replicas differ, each rank's: the largest hide zeroed moments."""
-        numbers = scan.sent.read()
-        if self._world.size == 1:
-            return self._scans.judge(scan.step, scan.tick, numbers)
-        count = len(numbers) // 2
-        most, least = numbers[:count], [-number for number in numbers[count:]]
-        copies = self._scans.are_copies()
-        if most == least or not any(map(_are_apart, most, least, copies)):
-            return self._scans.judge(scan.step, scan.tick, most)
-        ranks = [  # every rank comes here, as they have read the same
-            [own if is_copy else largest for own, largest, is_copy in zip(row, most, copies, strict=True)]
-            for row in self._world.all_of(scan.mine.tolist())
-        ]
-        return self._scans.judge_each(scan.step, scan.tick, ranks)
+        numbers, count = scan.sent.read(), len(scan.mine)
+        least = [-number for number in numbers[count:]] if self._scans.has_copies else None
+        # Every rank comes to gather them, as they have read the same.
+        of_ranks = lambda: self._world.all_of(scan.mine.tolist())  # noqa: E731
+        return self._scans.judge(scan.step, scan.tick, numbers[:count], least, of_ranks)
 
     def _judge_replicas(self, compared: _Launched) -> Anomaly | None:
         replicas = self._scans.replicas
@@ -163,12 +148,6 @@ class Examination:
         flags = torch.zeros(self._world.size, device=self._world.device)
         flags[self._world.rank] = is_so
         return tuple(rank for rank, flag in enumerate(self._world.sum(flags).tolist()) if flag)
-
-
-def _are_apart(most: float, least: float, is_copy: bool) -> bool:
-    """Whether replicas differ in a number. `most` is inf where all of them are infinite, and `least` then finite."""
-    most = min(most, _LARGEST)
-    return is_copy and most - least > _APART * max(abs(most), abs(least))
 
 
 def _all_finite(batches: Iterable[Any]) -> bool:

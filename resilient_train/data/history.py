@@ -10,7 +10,6 @@ from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from resilient_train.core.checks import IN_CHECKPOINT, REMEMBERED
-from resilient_train.extensions.checks.best import Rise
 from resilient_train.ground.types import Vitals
 
 _TREND = 32  # accepted updates that show a trend of losses and gradient norms
@@ -47,6 +46,15 @@ class Leap(NamedTuple):
     usual: float  # the highest rate before, as a multiple of the configured one
     is_sudden: bool
     jump: float = 0.0  # times the rate of the update before, if it is sudden
+
+
+class Rise(NamedTuple):
+    """How the loss rose."""
+
+    step: int  # the first update with it
+    start: int  # of its samples
+    height: float  # above the level
+    grows: bool  # gradient norms grow with it
 
 
 class UpdateHistory:
