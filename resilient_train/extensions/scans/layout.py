@@ -5,9 +5,8 @@ The inf-norm of `_foreach_norm` is the fastest on a GPU; on a CPU it takes 15 ti
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from math import inf, isfinite, sqrt
+from math import inf, isfinite
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from resilient_train.core.tree import Tree, is_sharded, local_part, sharding_of
+from resilient_train.core.tree import Tree, is_sharded, local_part
 from resilient_train.durable.trees import sorted_leaves
 from resilient_train.extensions.scans.weights import KEPT, SQUARES, Watched
 from resilient_train.ground.types import Facts, fact
@@ -122,11 +121,7 @@ class Layout:
     def _weights(self, names: Mapping[Tensor, str]) -> Iterator[tuple[Watched, Any]]:
         owner = {weight: number for number, group in enumerate(self.groups()) for weight in group["params"]}
         for weight, name in names.items():
-            if not self._is_measured(name, weight):
-                continue
-            group = owner.get(weight)
-            root = sqrt(max(1, largest_share(weight) * (1 + weight.is_complex())))
-            yield Watched("weights", name, group, root, is_free=group is None), weight
+            yield Watched("weights", name, owner.get(weight), is_weight=True, is_free=weight not in owner), weight
 
     def _kept(self, states: Mapping[str, Tree], *, has_ranks: bool) -> Iterator[tuple[Watched, Any]]:
         kept = [(path.removeprefix("/"), one) for path, one in sorted_leaves(states)]
@@ -135,10 +130,8 @@ class Layout:
                 yield Watched("weights", name, is_free=True), one
             return
         # Each rank may keep something else: of all of it one number, whether there is a NaN.
-        nans = [_here(one).isnan().any().to(self.device) for name, one in kept if self._is_measured(name, one)]
-        is_nan = torch.stack(nans).any() if nans else torch.zeros((), dtype=torch.bool, device=self.device)
-        number = torch.zeros((), device=self.device).masked_fill(is_nan, inf)
-        yield Watched("weights", f"{KEPT}*", is_free=True), number
+        sizes = measured(largest, [one for name, one in kept if self._is_measured(name, one)], self.device)
+        yield Watched("weights", f"{KEPT}*", is_free=True), torch.where(sizes.isnan().any(), inf, 0.0)
 
     def _moments(self, names: Mapping[Tensor, str]) -> Iterator[tuple[Watched, Any]]:
         places = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -149,17 +142,6 @@ class Layout:
                 for key, value in state.items():
                     rule = "" if is_own else SQUARES.get(key, "")
                     yield Watched("optimizer", f"{key} of {names[weight]}", number, rule=rule, is_free=is_own), value
-
-    def replicated(self, unreplicated: Collection[str]) -> list[tuple[str, Tensor]]:
-        """Weights, and moments of torch's optimizers, by name."""
-        if not self.is_whole:
-            return []
-        found = [
-            (one.name, tensor)
-            for one, tensor in self.tensors(("weights", "optimizer"), {}, has_ranks=False)
-            if one.root or (one.scan == "optimizer" and not one.is_free)
-        ]
-        return [(name, tensor) for name, tensor in found if name.rpartition(" of ")[2] not in unreplicated]
 
     def _is_measured(self, name: str, value: Any) -> bool:
         """Whether it is a tensor of dense data of a type that has norms. Other numbers are noted as skipped."""
@@ -218,15 +200,3 @@ def nonfinite(norms: Mapping[str, float]) -> Facts:
     is_up_to_one = len(names) > 1 and names == [*norms][: len(names)]
     began = (names[-1].rpartition(".")[0] or names[-1]) if is_up_to_one else ""
     return fact("gradients_not_finite", names=names, bad=len(names), count=len(norms), began=began)
-
-
-def largest_share(tensor: torch.Tensor) -> int:
-    """The most elements of a tensor that any rank holds: the same number on all ranks."""
-    if not is_sharded(tensor):
-        return tensor.numel()
-    sharding = sharding_of(tensor)
-    sizes = list(sharding.shape)
-    for ranks, placement in zip(sharding.mesh.shape, sharding.placements, strict=True):
-        if placement.is_shard():
-            sizes[placement.dim] = -(-sizes[placement.dim] // ranks)
-    return math.prod(sizes)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,14 +15,22 @@ from resilient_train.core.tree import Tree
 from resilient_train.extensions.scans.config import ScansConfig
 from resilient_train.extensions.scans.layout import Layout, depths, digest, largest, lengths, measured
 from resilient_train.extensions.scans.weights import Found, Measured, Moments, Norms, Numbers, Scan, Watched, Weights
-from resilient_train.ground.types import Anomaly, Signal
+from resilient_train.ground.types import Anomaly, Signal, fact
 from resilient_train.ground.wording import log, say
+from resilient_train.processes.world import odd_ones
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
 _AROUND = 2  # steps before and after a declared change
 # The first explains the others: a negative moment makes weights NaN, and these make everything else NaN.
-_FIRST = (Signal.OPTIMIZER_RANGE, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER, Signal.WEIGHTS_JUMP)
+_FIRST = (
+    Signal.OPTIMIZER_RANGE,
+    Signal.NONFINITE_WEIGHTS,
+    Signal.NONFINITE_OPTIMIZER,
+    Signal.WEIGHTS_JUMP,
+    Signal.RANK_MISMATCH,
+)
+_PARTS = 4  # numbers of a digest
 
 
 _NOTHING: tuple[int, list[str], list[Watched]] = -1, [], []  # the step, the scans, and what they looked at
@@ -48,7 +55,7 @@ class Scans:
         self.layout = Layout(model, optimizers)
         self._step = 0
         self._has_ranks = unreplicated is not None
-        self.has_copies = unreplicated is not None and not unreplicated and self.layout.is_whole
+        self._has_copies = self.layout.is_whole and unreplicated is not None and not unreplicated
         self._found: list[tuple[int, Found]] = []  # with its step; does not rewind
         self.accepted: tuple[Found, bool] | None = None  # newly taken for intended, and whether that was declared
         self._pending = _NOTHING  # a measurement that was not judged yet
@@ -57,13 +64,12 @@ class Scans:
             "weights": Weights(config.weights, self._kinds),
             "optimizer": Moments(config.optimizer, self._kinds),
             "norms": Norms(config.norms),
+            "replicas": Scan(config.replicas if self._has_copies else Every(0)),
         }
-        self.replicas = Replicas(config.replicas, unreplicated if self.layout.is_whole else None)
 
     @property
     def clean_step(self) -> int:
-        scans = (*self._scans.values(), self.replicas)
-        return min((scan.clean_step for scan in scans if scan.every), default=self._step)
+        return min((scan.clean_step for scan in self._scans.values() if scan.every), default=self._step)
 
     def rebase(self) -> None:
         """Accept the next measurement as long as it is finite: something was changed on purpose."""
@@ -109,10 +115,24 @@ class Scans:
         self._pending = step, due, [one for one, _ in found]
         rows = [
             measured(largest, [tensor for _, tensor in found], layout.device),
-            measured(lengths, [tensor for one, tensor in found if one.root], layout.device),
+            measured(lengths, [tensor for one, tensor in found if one.is_weight], layout.device),
             measured(depths, [tensor for one, tensor in found if one.rule], layout.device),
         ]
+        if "replicas" in due:  # in four numbers that float32 holds exactly
+            together = digest((tensor for _, tensor in self._replicated()), layout.device)
+            rows.append(together.reshape(1).view(torch.int16).float())
         return torch.cat(rows)
+
+    @torch.no_grad()
+    def digests(self) -> dict[str, int]:
+        """Return a digest of each replicated tensor, to find out which of them differ. Waits for the device."""
+        return {name: int(digest([tensor], self.layout.device)) for name, tensor in self._replicated()}
+
+    def _replicated(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights, and moments of torch's optimizers: with the same gradients they stay the same."""
+        for one, tensor in self.layout.tensors(("weights", "optimizer"), {}, has_ranks=False):
+            if one.is_weight or (one.scan == "optimizer" and not one.is_free):
+                yield one.name, tensor
 
     def judge(
         self,
@@ -122,26 +142,32 @@ class Scans:
         least: Sequence[float] | None = None,
         of_ranks: Callable[[], list[list[float]]] = list,
     ) -> Anomaly | None:
-        """Judge the largest numbers of all ranks, and the `least` of copies: the largest hide zeroed moments.
+        """Judge the largest numbers of all ranks, and the `least`: of copies the largest hide zeroed moments.
 
         `of_ranks` gathers the numbers of each rank, to name those with a finding.
         """
         (measured_at, due, watched), self._pending = self._pending, _NOTHING
         if measured_at != step:
             return None
-        found = self._look(due, watched, values)
-        if least is not None:
+        found, ranks = self._look(due, watched, values), tuple[int, ...]()
+        if least is not None and self._has_copies:
+            differ = "replicas" in due and values[-_PARTS:] != least[-_PARTS:]
             found = {**self._look(due, watched, least), **found}
-        cleans = {name: scan.clean_step for name, scan in self._scans.items()}
-        hit = [bool(self._look(due, watched, own)) for own in of_ranks()] if found and least is not None else []
+            rows = of_ranks() if found or differ else []
+            hit = [rank for rank, own in enumerate(rows) if self._look(due, watched, own)]
+            ranks = tuple(hit) if len(hit) < len(rows) else ()
+            if differ:
+                odd = odd_ones([tuple(own[-_PARTS:]) for own in rows])
+                evidence = fact("replicas_differ", ranks=[*odd], size=len(rows))
+                found["replicas"], ranks = Found(Signal.RANK_MISMATCH, evidence, acceptable=False), ranks or odd
+        clean = {name: scan.clean_step for name, scan in self._scans.items()}
         for name in due:
             self._scans[name].learn(step, _of(name, watched, values), found.get(name))
-        damage = [name for name, one in found.items() if not self._is_on_purpose(step, cleans[name], name, one)]
+        damage = [name for name, one in found.items() if not self._is_on_purpose(step, clean[name], name, one)]
         if not damage:
             return None
-        first = min(damage, key=lambda name: _FIRST.index(found[name].signal))
-        anomaly = Anomaly(found[first].signal, step, tick, cleans[first], found[first].evidence)
-        return anomaly if all(hit) else replace(anomaly, ranks=tuple(rank for rank, is_hit in enumerate(hit) if is_hit))
+        first = found[min(damage, key=lambda name: _FIRST.index(found[name].signal))]
+        return Anomaly(first.signal, step, tick, min(map(clean.__getitem__, damage)), first.evidence, ranks=ranks)
 
     def _look(self, due: Sequence[str], watched: Sequence[Watched], values: Sequence[float]) -> dict[str, Found]:
         found = {name: self._scans[name].look(_of(name, watched, values)) for name in due}
@@ -178,43 +204,13 @@ class Scans:
             scan.load_state_dict(state[name])
         if state["shares"] != self.layout.shares:  # the bounds are those of the largest share of a sharded tensor
             self.rebase()
-        self.replicas.clean_step = self._step  # the state was verified, or is the same file for all ranks
+        if self._has_copies:
+            self._scans["replicas"].clean_step = self._step  # the state was verified, or is the same file for all ranks
 
 
 def _of(scan: str, watched: Sequence[Watched], values: Sequence[float]) -> Measured:
     """Return the numbers of what one scan looks at, from a vector of all."""
     more = iter(values[len(watched) :])  # of weights, and of second moments, which follow them
     pairs = zip(watched, values[: len(watched)], strict=True)
-    numbers = [(one, Numbers(value, next(more) if one.root or one.rule else 0.0)) for one, value in pairs]
+    numbers = [(one, Numbers(value, next(more) if one.is_weight or one.rule else 0.0)) for one, value in pairs]
     return [(one, each) for one, each in numbers if one.scan == scan]
-
-
-class Replicas(Scan):
-    """Compares weights, and moments of torch's optimizers, between ranks: with the same gradients they stay the same.
-
-    It finds flipped bits. Left out are buffers (BatchNorm's differ), sharded weights, and those not replicated.
-    """
-
-    def __init__(self, config: Every, unreplicated: Collection[str] | None) -> None:
-        super().__init__(config)
-        self.every = 0 if unreplicated is None else config.every
-        self._unreplicated = frozenset(unreplicated or ())
-
-    @torch.no_grad()
-    def measure(self, layout: Layout) -> Tensor:
-        """Return this rank's digest and its complement: the largest of both over all ranks show whether all agree."""
-        found = digest((tensor for _, tensor in layout.replicated(self._unreplicated)), layout.device)
-        return torch.stack([found, ~found])
-
-    def judge(self, step: int, largest: Sequence[int]) -> bool:
-        is_equal = largest[0] == ~largest[1]
-        if is_equal:
-            self.clean_step = step
-        return is_equal
-
-    @torch.no_grad()
-    def each(self, layout: Layout) -> tuple[list[str], Tensor]:
-        """Return the names of all tensors, and a digest of each, to find out which of them differ."""
-        replicated = layout.replicated(self._unreplicated)
-        digests = [digest([tensor], layout.device) for _, tensor in replicated]
-        return [name for name, _ in replicated], torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)

@@ -36,7 +36,7 @@ class Watched(NamedTuple):
     scan: str
     name: str  # "exp_avg_sq of block.2.fc.weight"
     group: int | None = None  # the parameter group that it belongs to, counted over all optimizers
-    root: float = 0.0  # of a weight: the square root of the number of its elements
+    is_weight: bool = False
     rule: str = ""  # of a second moment
     is_free: bool = False  # it may hold NaN or infinities on purpose, until it was finite once
 
@@ -130,9 +130,9 @@ class Path:
             return lr * sqrt(_sum(setting["alpha"])) * _sum(setting["momentum"]), 0.0, 0.0
         return (lr, 0.0, 0.0) if kind == "Adagrad" else _UNKNOWN
 
-    def reach(self, root: float, largest: float, length: float) -> tuple[float, float]:
-        """How far the largest element of a tensor can have moved, and its norm."""
-        element, whole = self.element + self.whole, self.whole + root * self.element
+    def reach(self, largest: float, length: float) -> tuple[float, float]:
+        """How far the largest element of a tensor can have moved, and its norm: inf where the element says it all."""
+        element, whole = self.element + self.whole, inf if self.element else self.whole
         return element + self.decay * (largest + element), whole + self.decay * (length + whole)
 
 
@@ -220,18 +220,18 @@ class Weights(Scan):
         self.margin = config.margin
 
     def look(self, measured: Measured) -> Found | None:
-        sizes = [self.base[one.name][0] for one, _ in measured if one.root and one.name in self.base]
+        sizes = [self.base[one.name][0] for one, _ in measured if one.is_weight and one.name in self.base]
         self._loudest = max(sizes, default=0.0)
         return super().look(measured)
 
     def excess(self, one: Watched, before: Numbers, now: Numbers) -> tuple[float, Facts]:
-        if not one.root:
+        if not one.is_weight:
             return 0.0, ()
         path = None if one.group is None else self.paths[one.group]
         if path is None or not path.is_known:
             huge = fact("weight_huge", name=one.name, before=before.largest, now=now.largest, largest=self._loudest)
             return now.largest / (_LOUD * self._loudest) if self._loudest else 0.0, huge
-        far = path.reach(one.root, *before)
+        far = path.reach(*before)
         for what, was, size, reach in zip(("max |w|", "norm"), before, now, far, strict=True):
             moved, room = abs(size - was), self.margin * reach
             if isfinite(size) and moved > max(room, _REMARKABLE * was):
