@@ -19,6 +19,7 @@ from resilient_train.core.tree import Tree, is_sharded, local_part
 from resilient_train.durable.trees import sorted_leaves
 from resilient_train.extensions.scans.weights import KEPT, SQUARES, Watched
 from resilient_train.ground.types import Facts, fact
+from resilient_train.ground.wording import log
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
@@ -78,7 +79,7 @@ class Layout:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model, self.optimizers = model, list(optimizers)
-        self.skipped: list[str] = []  # not measured: sparse, or of a type without norms
+        self.skipped: set[str] = set()
         weights = [*model.parameters(), *(weight for group in self.groups() for weight in group["params"])]
         self.device = weights[0].device if weights else torch.device("cpu")
         self.is_whole = not any(map(is_sharded, weights))
@@ -109,7 +110,12 @@ class Layout:
                     mean, var = cast(Tensor, module.running_mean), cast(Tensor, module.running_var)
                     sizes = torch.cat([mean.square(), var])
                     found.append((Watched("norms", _plain(name), is_free=True), sizes))
-        return [(one, tensor) for one, tensor in found if self._is_measured(one.name, tensor)]
+        tensors = [(one, tensor) for one, tensor in found if isinstance(tensor, Tensor)]
+        skipped = {one.name for one, tensor in tensors if _is_number(tensor) and not _is_measured(tensor)}
+        if new := sorted(skipped - self.skipped):
+            self.skipped |= skipped
+            log.info("note: not scanned, being sparse or of a type without norms: %s", ", ".join(new))
+        return [(one, tensor) for one, tensor in tensors if _is_measured(tensor)]
 
     def _names(self) -> dict[Tensor, str]:
         names: dict[Tensor, str] = {weight: _plain(name) for name, weight in self.model.named_parameters()}
@@ -124,13 +130,13 @@ class Layout:
             yield Watched("weights", name, owner.get(weight), is_weight=True, is_free=weight not in owner), weight
 
     def _kept(self, states: Mapping[str, Tree], *, has_ranks: bool) -> Iterator[tuple[Watched, Any]]:
-        kept = [(path.removeprefix("/"), one) for path, one in sorted_leaves(states)]
+        leaves = [(path, one) for path, one in sorted_leaves(states) if isinstance(one, Tensor) and _is_measured(one)]
         if not has_ranks:
-            for name, one in kept:
-                yield Watched("weights", name, is_free=True), one
+            for path, one in leaves:
+                yield Watched("weights", path.removeprefix("/"), is_free=True), one
             return
         # Each rank may keep something else: of all of it one number, whether there is a NaN.
-        sizes = measured(largest, [one for name, one in kept if self._is_measured(name, one)], self.device)
+        sizes = measured(largest, [one for _, one in leaves], self.device)
         yield Watched("weights", f"{KEPT}*", is_free=True), torch.where(sizes.isnan().any(), inf, 0.0)
 
     def _moments(self, names: Mapping[Tensor, str]) -> Iterator[tuple[Watched, Any]]:
@@ -143,16 +149,15 @@ class Layout:
                     rule = "" if is_own else SQUARES.get(key, "")
                     yield Watched("optimizer", f"{key} of {names[weight]}", number, rule=rule, is_free=is_own), value
 
-    def _is_measured(self, name: str, value: Any) -> bool:
-        """Whether it is a tensor of dense data of a type that has norms. Other numbers are noted as skipped."""
-        if not isinstance(value, Tensor):
-            return False
-        is_dense = not (is_lazy(value) or value.is_meta) and value.layout == torch.strided
-        if is_dense and value.dtype in _MEASURED:
-            return True
-        if (value.is_floating_point() or value.is_complex()) and name not in self.skipped:
-            self.skipped.append(name)
-        return False
+
+def _is_measured(tensor: Tensor) -> bool:
+    """Whether it is dense data of a type that has norms."""
+    is_dense = not (is_lazy(tensor) or tensor.is_meta) and tensor.layout == torch.strided
+    return is_dense and tensor.dtype in _MEASURED
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def kind_of(optimizer: Optimizer) -> str:

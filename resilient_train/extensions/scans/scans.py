@@ -59,7 +59,7 @@ class Scans:
         self._found: list[tuple[int, Found]] = []  # with its step; does not rewind
         self.accepted: tuple[Found, bool] | None = None  # newly taken for intended, and whether that was declared
         self._pending = _NOTHING  # a measurement that was not judged yet
-        self._kinds, self._skipped_known = self.layout.kinds(), 0
+        self._kinds = self.layout.kinds()
         self._scans: dict[str, Scan] = {
             "weights": Weights(config.weights, self._kinds),
             "optimizer": Moments(config.optimizer, self._kinds),
@@ -109,9 +109,6 @@ class Scans:
         everything = everything or not self.is_due(step)
         due = [name for name, scan in self._scans.items() if scan.every and (everything or scan.is_due(step))]
         found = layout.tensors(due, kept, has_ranks=self._has_ranks)
-        if fresh := layout.skipped[self._skipped_known :]:
-            self._skipped_known = len(layout.skipped)
-            log.info("note: not scanned, being sparse or of a type without norms: %s", ", ".join(fresh))
         self._pending = step, due, [one for one, _ in found]
         rows = [
             measured(largest, [tensor for _, tensor in found], layout.device),

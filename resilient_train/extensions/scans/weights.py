@@ -14,7 +14,6 @@ from math import inf, isfinite, sqrt
 from typing import Any, ClassVar, NamedTuple
 
 from resilient_train.core.loss import Every, PlainState
-from resilient_train.extensions.scans.config import NormsConfig, ScanConfig
 from resilient_train.ground.types import Facts, Signal, fact
 
 KEPT = "kept."  # how the names of tensors begin that the user keeps
@@ -150,6 +149,7 @@ class Scan(PlainState):
 
     def __init__(self, config: Every, kinds: Sequence[str] = ()) -> None:
         """`kinds` names the optimizer of each parameter group; an empty name is one that torch does not have."""
+        self.config: Any = config
         self.every = config.every  # updates; 0: off
         self.clean_step = 0  # the newest step that it has seen and found clean
         # Of the free tensors, as a minimum that is infinite until it is set, and is reset.
@@ -215,10 +215,6 @@ class Scan(PlainState):
 class Weights(Scan):
     """A weight jumped if it moved farther than its optimizer can; if that is not known, if it dwarfs the model."""
 
-    def __init__(self, config: ScanConfig, kinds: Sequence[str]) -> None:
-        super().__init__(config, kinds)
-        self.margin = config.margin
-
     def look(self, measured: Measured) -> Found | None:
         sizes = [self.base[one.name][0] for one, _ in measured if one.is_weight and one.name in self.base]
         self._loudest = max(sizes, default=0.0)
@@ -233,7 +229,7 @@ class Weights(Scan):
             return now.largest / (_LOUD * self._loudest) if self._loudest else 0.0, huge
         far = path.reach(*before)
         for what, was, size, reach in zip(("max |w|", "norm"), before, now, far, strict=True):
-            moved, room = abs(size - was), self.margin * reach
+            moved, room = abs(size - was), self.config.margin * reach
             if isfinite(size) and moved > max(room, _REMARKABLE * was):
                 bound = was + room if size > was else max(was - room, 0.0)
                 moves = {"what": what, "before": was, "now": size, "bound": bound, "updates": path.updates}
@@ -247,10 +243,6 @@ class Moments(Scan):
     nonfinite = Signal.NONFINITE_OPTIMIZER
     jumped = Signal.OPTIMIZER_RANGE
 
-    def __init__(self, config: ScanConfig, kinds: Sequence[str]) -> None:
-        super().__init__(config, kinds)
-        self.margin = config.margin
-
     def look(self, measured: Measured) -> Found | None:
         if below := [(depth, one.name) for one, (_, depth) in measured if 0 < depth < inf]:
             depth, name = max(below)
@@ -261,7 +253,7 @@ class Moments(Scan):
         if one.group is None or one.rule not in ("fades", "never"):
             return 0.0, ()
         path = self.paths[one.group]
-        least = before.largest * (1.0 if one.rule == "never" else path.left) / (self.margin * _SLACK)
+        least = before.largest * (1.0 if one.rule == "never" else path.left) / (self.config.margin * _SLACK)
         sizes = {"before": before.largest, "now": now.largest, "least": least}
         excess = least / now.largest if now.largest else inf
         return excess if least > _TINY else 0.0, fact("moments_shrank", name=one.name, updates=path.updates, **sizes)
@@ -270,10 +262,6 @@ class Moments(Scan):
 class Norms(Scan):
     """Running statistics of normalization layers: no training loss shows their damage, as only evaluation uses them."""
 
-    def __init__(self, config: NormsConfig) -> None:
-        super().__init__(config)
-        self.factor = config.factor
-
     def excess(self, one: Watched, before: Numbers, now: Numbers) -> tuple[float, Facts]:
         evidence = fact("statistics_out", name=one.name, before=before.largest, now=now.largest)
-        return now.largest / (self.factor * max(before.largest, _LEAST)), evidence
+        return now.largest / (self.config.factor * max(before.largest, _LEAST)), evidence
