@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from resilient_train.core.loss import Every
-from resilient_train.extensions.checks.config import NormsConfig, ScanConfig
+from resilient_train.extensions.scans.config import NormsConfig, ScanConfig
 from resilient_train.extensions.scans.scans import Scans
 from resilient_train.ground.types import Anomaly
 from resilient_train.ground.wording import say
@@ -254,12 +254,13 @@ class Run:
         return anomaly
 
     def _hear(self) -> Anomaly | None:
+        anomaly = None
+        if self._scanned is not None:
+            (step, values), self._scanned = self._scanned, None
+            anomaly = self.scans.judge(step, step, values)
         if self._flight is not None:
             self.scans.landed(self.step, *self._flight)
-        if self._scanned is None:
-            return None
-        (step, values), self._scanned = self._scanned, None
-        return self.scans.judge(step, step, values)
+        return anomaly
 
     def _set_rates(self) -> list[dict[str, float]]:
         rate = self.recipe.rate(self.step)

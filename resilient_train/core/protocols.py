@@ -199,9 +199,6 @@ class Scans:
         """The newest step that every scan has seen and found clean."""
         return sys.maxsize
 
-    def arm(self, step: int) -> None:
-        """Prepare for what the update after a step will show."""
-
     def landed(self, step: int, groups: Any, clipped_norm: float | None, times: int = 1) -> None:
         """Note the settings of an update that landed."""
 

@@ -123,7 +123,6 @@ class EngineGuard:
         begun = Transaction(update, self.clock.tick + 1, self.attempted_step + 1, self._marks.take())
         self._current = self._newest = begun
         EngineGuard._newest_of_all = id(begun)
-        self._scans.arm(self.attempted_step)
         self.seeds.for_update(update.start)
         return begun
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from resilient_train.core.protocols import Parts
+from resilient_train.data.history import UpdateHistory
 from resilient_train.data.rows import no_watchdog
 from resilient_train.data.samples import Samples
-from resilient_train.extensions.checks.history import UpdateHistory
 from resilient_train.processes.world import World
 
 

@@ -12,6 +12,7 @@ from resilient_train.core.limit import LimitConfig
 from resilient_train.core.loss import Alarm, Level
 from resilient_train.core.protocols import Diagnoser, Extension, NewRegime
 from resilient_train.core.transaction import Transaction, Update
+from resilient_train.data.history import Rise
 from resilient_train.ground.types import (
     ACCEPTED,
     OF_THE_LOSS,
@@ -28,7 +29,7 @@ from resilient_train.ground.types import (
     fact,
 )
 from resilient_train.ground.wording import log, say
-from resilient_train.parts.best import LEARNED, Rise
+from resilient_train.parts.best import LEARNED
 from resilient_train.parts.run import Run
 
 PROBE_RATE = 0.1  # of the rate, around the step of a rise that was undone

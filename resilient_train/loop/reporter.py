@@ -23,6 +23,7 @@ from typing import Any
 
 from resilient_train.core.checks import Checks
 from resilient_train.core.state import Clock
+from resilient_train.data.history import UpdateHistory
 from resilient_train.durable import endings
 from resilient_train.durable.endings import SUMMARY, Loop, RunFacts, Summary, status_of
 from resilient_train.durable.incident_log import INCIDENTS, IncidentLog
@@ -30,7 +31,6 @@ from resilient_train.durable.journal import JOURNAL
 from resilient_train.durable.lock import DirectoryLock
 from resilient_train.durable.progress import Doing, Progress
 from resilient_train.durable.run_history import RunHistory
-from resilient_train.extensions.checks.history import UpdateHistory
 from resilient_train.ground.errors import (
     ConfigError,
     DirectoryInUse,

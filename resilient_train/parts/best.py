@@ -97,10 +97,3 @@ class BestLevel(Check):
             return Block(*self._former[0])
         share = self.config.share if had_incidents else _FAR
         return self.until(newest.stop) if self.is_above(newest.mean, newest.scatter, newest.stop, share) else None
-
-
-class Rise(NamedTuple):
-    step: int  # the first update with it
-    start: int  # of its samples
-    height: float  # above the level
-    grows: bool  # gradient norms grow with it

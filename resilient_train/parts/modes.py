@@ -34,9 +34,8 @@ class AnomalyMode:
     def without_nan_check(self) -> Iterator[None]:
         """Turn the check off, also if user code turns the mode on in here, for a backward or for good."""
         shared = AnomalyMode
-        shared._wanted |= not shared._open and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-        if shared._wanted and torch.is_anomaly_enabled():
-            self._set_without_check(True)
+        if torch.is_anomaly_enabled():
+            self._set_without_check(True, torch.is_anomaly_check_nan_enabled())
         shared._open += 1
         torch.set_anomaly_enabled = self._set_without_check
         try:
@@ -73,31 +72,28 @@ class BufferWatch(Buffers):
     """Makes the loss NaN as soon as a watched buffer is not finite. It watches those that a rewind had to restore."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._owned = [module._buffers for module in model.modules() if module._buffers]
-        self._watched: set[tuple[int, str]] = set()  # the number of the module, and the name
+        self._model, self._watched = model, set[str]()
 
     @contextmanager
     def across_rewind(self) -> Iterator[None]:
         """Watch the buffers that are not finite before a rewind and are after it. Waits for the device."""
-        broken = {place for place, buffer in self._named() if not buffer.isfinite().all()}
+        broken = {name for name, buffer in self._buffers() if not buffer.isfinite().all()}
         yield
-        self._watched |= {place for place, buffer in self._named() if place in broken and buffer.isfinite().all()}
+        self._watched |= {name for name, buffer in self._buffers() if name in broken and buffer.isfinite().all()}
 
     def spoil(self, loss: Tensor) -> Tensor:
         """Return the loss as it is, or NaN if a watched buffer is not finite now; the microscope sees why."""
-        for number, name in self._watched:
-            if (buffer := self._owned[number].get(name)) is not None:
+        for name, buffer in self._buffers() if self._watched else ():
+            if name in self._watched:
                 loss = loss + (0 * buffer.detach()).sum().abs().to(loss)
         return loss
 
-    def _named(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers of a type that can be not finite; those of one byte cannot be computed with."""
-        for number, own in enumerate(self._owned):
-            for name, buffer in own.items():
-                if buffer is None or buffer.layout is not torch.strided or buffer.element_size() == 1:
-                    continue
-                if buffer.is_floating_point() or buffer.is_complex():
-                    yield (number, name), buffer
+        for name, buffer in self._model.named_buffers():
+            is_number = buffer.is_floating_point() or buffer.is_complex()
+            if is_number and buffer.layout is torch.strided and buffer.element_size() > 1:
+                yield name, buffer
 
 
 class Attributes(Hook):
@@ -108,8 +104,8 @@ class Attributes(Hook):
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [vars(module) for module in model.modules()]
-        self._changing: dict[tuple[int, str], dict[str, Any]] = {}  # by id of the table and name
-        self._first: dict[tuple[int, str], Any] = {}
+        self._changing: dict[tuple[int, str], dict[str, Any]] = {}  # by the number of the table and name
+        self._first: dict[tuple[int, str], Any] = {}  # as they were when they were seen first
         self._looks = 0
         self._noted: list[tuple[Mark, Saved]] = []  # as they were before each of the newest two updates
         self._begun: Mark | None = None  # of the newest update, until its first forward
@@ -159,13 +155,11 @@ class Attributes(Hook):
             self.set(own)
 
     def _look(self) -> None:
-        now = {(id(own), name): (own, one) for own in self._tables for name, one in own.items() if _is_state(one)}
-        if self._looks == 1:
-            self._first = {place: one for place, (_, one) in now.items()}
-            return
-        for place, (own, one) in now.items():
-            if self._first.get(place, _ABSENT) is not one:
-                self._changing[place] = own
+        for number, own in enumerate(self._tables):
+            for name, value in own.items():
+                place = number, name
+                if _is_state(value) and self._first.setdefault(place, value) is not value:
+                    self._changing[place] = own
         if self._looks == _LOOKS:
             self._first.clear()
 

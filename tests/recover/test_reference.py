@@ -19,8 +19,8 @@ from resilient_train.core.decide import decide
 from resilient_train.core.episode import WINDOW, Episode, Reference, Standing, falls
 from resilient_train.core.loss import without_top
 from resilient_train.core.remedies import cut
+from resilient_train.data.history import Leap, UpdateHistory
 from resilient_train.durable.incident_log import IncidentLog
-from resilient_train.extensions.checks.history import Leap, UpdateHistory
 from resilient_train.ground.types import (
     Action,
     Anomaly,

@@ -16,14 +16,12 @@ from guarded import drill_of, often, trained
 from kills import checkpoints, incidents, summary
 
 from resilient_train.core.gate import Agreement
-from resilient_train.core.loss import Every
 from resilient_train.core.mark import Mark
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.updater import Attempt
 from resilient_train.data.trees import weights_sha256
 from resilient_train.extensions.drills import BitFlip
 from resilient_train.extensions.scans.layout import digest
-from resilient_train.extensions.scans.scans import Replicas
 from resilient_train.ground.errors import RanksDiffer
 from resilient_train.ground.types import Vitals
 from resilient_train.loop.guard import Guard
@@ -142,18 +140,6 @@ def test_any_flipped_bit_shows_in_the_digest(dtype: torch.dtype, size: int) -> N
 )
 def test_what_differs_though_its_sum_does_not(some: list[torch.Tensor], others: list[torch.Tensor]) -> None:
     assert digest(some, CPU) != digest(others, CPU)
-
-
-@pytest.mark.parametrize(
-    ("largest", "is_equal", "clean"), [([5, ~5], True, 40), ([5, ~4], False, 20), ([-(2**63), ~(-(2**63))], True, 40)]
-)
-def test_all_are_equal_where_the_largest_is_the_least(largest: list[int], is_equal: bool, clean: int) -> None:
-    """A state that differs is not the newest one to be trusted."""
-    compared = Replicas(Every(every=20), frozenset())
-    compared.clean_step = 20
-    assert [compared.is_due(step) for step in (0, 19, 20, 40)] == [False, False, True, True]
-    assert compared.judge(40, largest) is is_equal
-    assert compared.clean_step == clean
 
 
 STEPS, STRUCK = 50, 33  # both ends of a run are compared; this is in the middle of an interval

@@ -17,10 +17,11 @@ from torch.nn.functional import cross_entropy
 
 from resilient_train import Guard
 from resilient_train.core.loss import Jump, Level
+from resilient_train.data.history import Rise
 from resilient_train.extensions.on_purpose import Probe
 from resilient_train.ground.types import NO_LIMIT, Vitals
 from resilient_train.loop.settings import named
-from resilient_train.parts.best import BLOCK, BestLevel, Rise
+from resilient_train.parts.best import BLOCK, BestLevel
 
 JUMP = named("default").jump
 
@@ -30,9 +31,9 @@ def noisy(level: float, count: int, seed: int = 0, scatter: float = 0.1) -> list
     return [level * (1 + scatter * dice.gauss(0, 1)) for _ in range(count)]
 
 
-def seen(losses: list[float]) -> BestLevel:
-    best = BestLevel(JUMP)
-    for step, loss in enumerate(losses, 1):
+def seen(losses: list[float], best: BestLevel | None = None, start: int = 0) -> BestLevel:
+    best = best or BestLevel(JUMP)
+    for step, loss in enumerate(losses, start + 1):
         best.landed(step, Vitals(step, step, True, loss, 1.0, 1e-3), lambda until: None, is_learned=True)
     return best
 
@@ -72,12 +73,10 @@ def test_a_state_from_far_above_the_best_level_is_not_trusted() -> None:
 def test_a_new_regime_is_compared_with_the_old_one_until_it_has_learned() -> None:
     best = seen(noisy(0.5, 100))
     best.forget(limit=1.0)
-    for step, loss in enumerate(noisy(2.0, BLOCK), 101):
-        best.landed(step, Vitals(step, step, True, loss, 1.0, 1e-3), lambda until: None, is_learned=True)
+    seen(noisy(2.0, BLOCK), best, 100)
     assert (left := best.left(had_incidents=False)) is not None
     assert left.stop <= 100
-    for step, loss in enumerate(noisy(0.7, BLOCK), 151):
-        best.landed(step, Vitals(step, step, True, loss, 1.0, 1e-3), lambda until: None, is_learned=True)
+    seen(noisy(0.7, BLOCK), best, 150)
     assert best.left(had_incidents=False) is None
 
 
@@ -170,12 +169,11 @@ def test_a_rise_that_was_undone_outlives_the_process_as_plain_data() -> None:
 def test_the_limits_are_lifted_only_where_it_may_come_again() -> None:
     panel = Panel(named("default"))
     checks = panel.checks
-    for step in range(1, 100):
-        checks.judge(Vitals(step, step, True, 1.0 + 0.001 * (step % 7), 1.0, 1e-3, step, step + 1))
-    panel.experiment.probe = Probe.of(RISE._replace(step=110), 140, 50, is_jump=False)
     lifted = []
-    for step in range(100, 140):
-        lifted += [step] if checks.limits == (NO_LIMIT, NO_LIMIT) else []
+    for step in range(1, 140):
+        if step == 100:
+            panel.experiment.probe = Probe.of(RISE._replace(step=110), 140, 50, is_jump=False)
+        lifted += [step] if step >= 100 and checks.limits == (NO_LIMIT, NO_LIMIT) else []
         checks.judge(Vitals(step, step, True, 1.0 + 0.001 * (step % 7), 1.0, 1e-3, step, step + 1))
     assert lifted == list(range(100, 126))
 

@@ -19,7 +19,7 @@ from panels import Panel
 from tables import table
 
 from resilient_train.core.checks import ChecksConfig, Finding
-from resilient_train.extensions.checks.history import UpdateHistory
+from resilient_train.data.history import UpdateHistory
 from resilient_train.ground.types import NO_LIMIT, Anomaly, Signal, Vitals
 from resilient_train.loop.settings import named
 
@@ -237,15 +237,11 @@ def test_overflows_are_ordinary_until_they_do_not_end() -> None:
 # Changes that were declared, and those that were not.
 
 
-@pytest.mark.parametrize("told", ["in the configuration", "by the schedule"])
-def test_a_declared_change_is_no_alarm(told: str) -> None:
+def test_a_declared_change_is_no_alarm() -> None:
     """Around a declared step nothing is refused, and what is usual is learned again."""
     config = named("default")
-    if told == "in the configuration":
-        config.expect = [1000]
+    config.expect = [1000]
     run = Run(config)
-    if told == "by the schedule":
-        run.checks.expect(1000)
     pairs = curve(3000, high=8.0, at=1000)
     pairs[999] = (pairs[999][0], 1e4)
     assert run.alarms(pairs[:1000]) == []

@@ -37,13 +37,3 @@ class NoProgressConfig(Every):
 @dataclass
 class ScaleConfig(Every):
     lowest: float = limited(at_least=0)
-
-
-@dataclass
-class ScanConfig(Every):
-    margin: float = limited(at_least=1)
-
-
-@dataclass
-class NormsConfig(Every):
-    factor: float = limited(above=1)

@@ -11,6 +11,7 @@ from typing import ClassVar
 from resilient_train.core.checks import Check, References
 from resilient_train.core.episode import Reference, Standing, falls, line
 from resilient_train.core.loss import FEW, Alarm, Level, deviation, without_top
+from resilient_train.data.history import FIRST_LOSSES, beginning
 from resilient_train.extensions.checks.config import (
     CreepConfig,
     NoProgressConfig,
@@ -34,7 +35,7 @@ class RateRise(Check):
     A rate that rises, as in a warm-up, is no trouble. The loss is compared more closely: no jump is waited for.
     """
 
-    saved = ("_paces", "_usual", "reference", "_since", "_losses", "_seen", "_base", "_lately", "_before")
+    saved = ("_paces", "_usual", "reference", "_since", "_losses", "_base", "_lately", "_before")
     records: ClassVar = {"reference": lambda plain: Reference(**plain)}
 
     def __init__(self, config: RateConfig) -> None:
@@ -44,7 +45,6 @@ class RateRise(Check):
         self.reference: Reference | None = None  # the losses before the rate rose; None if it did not
         self._since = 0  # the step before the rate rose
         self._losses: deque[float] = deque(maxlen=2 * config.look)
-        self._seen = 0  # losses since the rate rose
         self._base = 1.0  # the rate that it rose from
         self._lately: deque[float] = deque(maxlen=_COMPARED)  # the newest losses
         self._before: list[float] = []  # those before it rose
@@ -56,11 +56,11 @@ class RateRise(Check):
         alarm = None
         if self.reference is not None:
             self._losses.append(loss)
-            self._seen += 1
-            if self._seen >= config.window:  # no harm in all that time: the rate is usual now
+            seen = step - self._since - 1
+            if seen >= config.window:  # no harm in all that time: the rate is usual now
                 self._usual = max([self._usual, *self._paces])
                 self.reference = None
-            elif self._seen == config.first or not self._seen % config.look:
+            elif seen == config.first or not seen % config.look:
                 alarm = self._compare(step)
         if len(self._paces) == self._paces.maxlen:
             self._usual = max(self._usual, self._paces[0])
@@ -75,7 +75,6 @@ class RateRise(Check):
             self._base = max(min(before, self._usual), 1e-12)
             self._before = as_of_now([*self._lately, loss])
             self._losses.clear()
-            self._seen = 0
         self._lately.append(loss)
         return alarm
 
@@ -117,7 +116,6 @@ def are_higher(losses: Collection[float], before: Collection[float]) -> bool:
     return above - pairs / 2 >= _CLEAR_SIGMAS * sqrt(pairs * (len(losses) + len(before) + 1) / 12) and pairs > 0
 
 
-_FIRST_LOSSES = 8  # that show the level at which the run began
 _NEVER = 2**53  # steps
 _THROWN = 0.2  # of that: by so much the first updates have raised the loss
 
@@ -129,25 +127,28 @@ class NoProgress(Check):
     weights still change by much of their norm. No alarm, as many healthy losses stand: it asks for a trial of rates.
     """
 
-    saved = ("_losses", "first", "_mean", "_seen")
+    saved = ("_losses", "_began", "_seen")
     persistent = ("next_look",)
 
     def __init__(self, config: NoProgressConfig) -> None:
         self.config = config
         self.next_look = config.every  # the step
-        self.first = self._mean = 0.0  # where it began; the mean of the first losses
+        self._began: list[float] = []  # the first losses
         self.evidence: Facts = ()
         self._losses: deque[float] = deque(maxlen=config.window)
         self._seen = 0
 
     def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
-        loss = vitals.loss
         self._seen += 1
-        if self._seen <= _FIRST_LOSSES:  # the very first one was measured before any update: others may be far above
-            self._mean += (loss - self._mean) / self._seen
-            self.first = self._mean if self._seen == 1 else min(self.first, self._mean)
-        self._losses.append(loss)
+        if self._seen <= FIRST_LOSSES:
+            self._began.append(vitals.loss)
+        self._losses.append(vitals.loss)
         return None
+
+    @property
+    def first(self) -> float:
+        """Where it began."""
+        return beginning(self._began)[0]
 
     def asks(self, step: int, travelled: Callable[[], float]) -> bool:
         """Say whether to try lower learning rates.
@@ -158,14 +159,15 @@ class NoProgress(Check):
             return False
         newer = list(self._losses)[-(3 * self._seen // 4) :]
         level = fmean(without_top(newer)) if newer else 0.0
-        is_thrown = self._mean - self.first > _THROWN * abs(self.first)
+        first, mean = beginning(self._began)
+        is_thrown = mean - first > _THROWN * abs(first)
         still_fall = falls(newer) and not is_thrown
         how = "thrown" if is_thrown else "falls" if still_fall else "stands"
-        seen = {"count": len(newer), "mean": level, how: True, "first": self.first}
+        seen = {"count": len(newer), "mean": level, how: True, "first": first}
         self.evidence = fact("plateau", **seen)
         # In the first updates the weights of a loss that falls may change by any amount.
         if self._seen >= self.config.every * (2 if still_fall else 1):
-            if not still_fall and self.first - level < self.config.share * abs(self.first):
+            if not still_fall and first - level < self.config.share * abs(first):
                 return True
             if (travel := travelled()) >= self.config.travel:
                 self.evidence = fact("plateau", **seen, travel=travel)
@@ -186,7 +188,7 @@ class NoProgress(Check):
 
     def forget(self, limit: float = inf) -> None:
         self._losses.clear()
-        self._seen, self.first, self._mean = 0, 0.0, 0.0
+        self._began, self._seen = [], 0
 
 
 class Creep(Check):
@@ -247,10 +249,8 @@ class ScaleCollapse(Check):
         self._scale, self._tick, self._times = 0.0, 0, 0  # the scale, and how often it overflowed in a row
 
     def overflowed(self, vitals: Vitals) -> Facts | None:
-        if not self.config.every:
-            return None
         scale = vitals.loss_scale
-        if scale is None:
+        if not self.config.every or scale is None:
             return None
         is_stuck = scale == self._scale and vitals.tick == self._tick + 1
         self._scale, self._tick, self._times = scale, vitals.tick, self._times + 1 if is_stuck else 1

@@ -24,9 +24,9 @@ from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.state import RunState, copy_pairs, is_pair
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.tree import Share, is_sharded, local_part
+from resilient_train.data.history import FEW, Leap, PastUpdate, UpdateHistory
 from resilient_train.data.samples import Samples
 from resilient_train.data.stream import Key
-from resilient_train.extensions.checks.history import FEW, Leap, PastUpdate, UpdateHistory
 from resilient_train.extensions.diagnosis import rows as by_rows
 from resilient_train.extensions.diagnosis import verdict
 from resilient_train.extensions.diagnosis.search import NONFINITE, Search

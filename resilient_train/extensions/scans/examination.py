@@ -18,15 +18,12 @@ from resilient_train.core.state import Clock
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import Tree, leaves
 from resilient_train.core.vitals import Sent
-from resilient_train.extensions.checks.config import NormsConfig, ScanConfig
+from resilient_train.extensions.scans.config import NormsConfig, ScanConfig
 from resilient_train.extensions.scans.layout import nonfinite
 from resilient_train.extensions.scans.scans import Scans
 from resilient_train.ground.types import Anomaly, Facts, Signal, fact
 from resilient_train.parts.run import Run
-from resilient_train.processes.world import World, odd_ones
-
-_APART = 1e-5  # relative difference between replicas: far above rounding, far below what a scan reports
-_LARGEST = torch.finfo(torch.float32).max
+from resilient_train.processes.world import World
 
 
 class _Launched(NamedTuple):
@@ -51,75 +48,41 @@ class Examination(Examiner):
         self._world, self._clock, self._checks, self._scans = world, clock, checks, scans
         self._marks, self._kept, self._observes = marks, kept, observes  # by policy: all updates land
         self._scan: _Launched | None = None
-        self._comparison: _Launched | None = None  # of replicas
 
     def launch(self, before: Mark) -> None:
         """Measure what is due, with the buffers of `before`: the newest forward may be part of a bad update."""
-        if self._scans.replicas.is_due(self._clock.step):
-            self._comparison = self._compare_replicas()
         if self._scans.is_due(self._clock.step):
             with self._marks.buffers_of(before) as kept:
                 self._scan = self._measure(kept)
 
-    def verdict(self) -> Anomaly | None:
-        scan, comparison = self._scan, self._comparison
-        self._scan = self._comparison = None
-        found = None if scan is None else self._judge_scan(scan)
-        differing = None if comparison is None else self._judge_replicas(comparison)
-        if found is None or differing is None:
-            return found or differing
-        return dataclasses.replace(found, since=min(found.since, differing.since), ranks=found.ranks or differing.ranks)
-
-    def examine_now(self) -> Anomaly | None:
-        """Measure everything, and wait for it."""
-        kept = {name: item.state_dict() for name, item in self._kept.items()}
-        self._scan = self._measure(kept, everything=True)
-        if self._scans.replicas.every:
-            self._comparison = self._compare_replicas()
-        return self.verdict()
-
-    def _compare_replicas(self) -> _Launched:
-        mine = self._scans.replicas.measure(self._scans.layout)
-        return _Launched(self._clock.step, self._clock.tick, mine, Sent(self._world.max(mine)))
-
     def _measure(self, kept: Mapping[str, Tree], *, everything: bool = False) -> _Launched:
         """Measure, and reduce to the largest of each number over all ranks, followed by the negated smallest."""
         mine = self._scans.measure(kept, everything=everything)
-        if any(shares := self._scans.are_shares()):
-            is_share = torch.tensor(shares, device=mine.device)
-            mine = torch.where(is_share, self._world.sum(torch.where(is_share, mine, 0.0)), mine)
         both = mine if self._world.size == 1 else self._world.max(torch.cat([mine, -mine]))
         return _Launched(self._clock.step, self._clock.tick, mine, Sent(both))
 
-    def _judge_scan(self, scan: _Launched) -> Anomaly | None:
-        """Judge the largest numbers of all ranks; if replicas differ, each rank's: the largest hide zeroed moments."""
-        numbers = scan.sent.read()
-        if self._world.size == 1:
-            return self._scans.judge(scan.step, scan.tick, numbers)
-        count = len(numbers) // 2
-        most, least = numbers[:count], [-number for number in numbers[count:]]
-        copies = self._scans.are_copies()
-        if most == least or not any(map(_are_apart, most, least, copies)):
-            return self._scans.judge(scan.step, scan.tick, most)
-        ranks = [  # every rank comes here, as they have read the same
-            [own if is_copy else largest for own, largest, is_copy in zip(row, most, copies, strict=True)]
-            for row in self._world.all_of(scan.mine.tolist())
-        ]
-        return self._scans.judge_each(scan.step, scan.tick, ranks)
+    def examine_now(self) -> Anomaly | None:
+        """Measure everything, and wait for it."""
+        self._scan = self._measure({name: item.state_dict() for name, item in self._kept.items()}, everything=True)
+        return self.verdict()
 
-    def _judge_replicas(self, compared: _Launched) -> Anomaly | None:
-        replicas = self._scans.replicas
-        if replicas.judge(compared.step, list(map(int, compared.sent.read()))):
+    def verdict(self) -> Anomaly | None:
+        scan, self._scan = self._scan, None
+        if scan is None:
             return None
-        digests = self._world.all_of(int(compared.mine[0]))
-        odd = odd_ones(digests)
-        names, mine = replicas.each(self._scans.layout)
-        most, least = self._world.max(torch.cat([mine, ~mine])).view(2, -1)
-        apart = [name for name, differs in zip(names, (most != ~least).tolist(), strict=True) if differs]
-        where = {"name": apart[0], "apart": len(apart), "count": len(names)} if apart else {}
-        evidence = fact("replicas_differ", **where, ranks=[*odd], size=len(digests))
-        place = compared.step, compared.tick, replicas.clean_step
-        return Anomaly(Signal.RANK_MISMATCH, *place, evidence, ranks=odd)
+        numbers, count = scan.sent.read(), len(scan.mine)
+        least = [-number for number in numbers[count:]]
+
+        def of_ranks() -> list[list[float]]:  # every rank comes, as they have read the same
+            return self._world.all_of(scan.mine.tolist())
+
+        found = self._scans.judge(scan.step, scan.tick, numbers[:count], least or None, of_ranks)
+        if found is None or found.signal is not Signal.RANK_MISMATCH:
+            return found
+        of_each = self._world.all_of(self._scans.digests())
+        apart = [name for name in of_each[0] if len({one.get(name) for one in of_each}) > 1]
+        where = {"name": apart[0], "apart": len(apart), "count": len(of_each[0])} if apart else {}
+        return dataclasses.replace(found, evidence=({**found.evidence[0], **where},))
 
     def learn_usual_batches(self, batches: Sequence[Any]) -> None:
         """Learn from the first healthy update of a process whether NaN in a batch is usual."""
@@ -168,12 +131,6 @@ class Examination(Examiner):
         flags = torch.zeros(self._world.size, device=self._world.device)
         flags[self._world.rank] = is_so
         return tuple(rank for rank, flag in enumerate(self._world.sum(flags).tolist()) if flag)
-
-
-def _are_apart(most: float, least: float, is_copy: bool) -> bool:
-    """Whether replicas differ in a number. `most` is inf where all of them are infinite, and `least` then finite."""
-    most = min(most, _LARGEST)
-    return is_copy and most - least > _APART * max(abs(most), abs(least))
 
 
 def _all_finite(batches: Iterable[Any]) -> bool:

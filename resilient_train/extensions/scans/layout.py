@@ -5,28 +5,30 @@ The inf-norm of `_foreach_norm` is the fastest on a GPU; on a CPU it takes 15 ti
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite, sqrt
-from operator import is_
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from math import inf, isfinite
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from resilient_train.core.tree import Tree, is_sharded, local_part, sharding_of
+from resilient_train.core.tree import Tree, is_sharded, local_part
 from resilient_train.data.trees import sorted_leaves
-from resilient_train.extensions.scans.weights import Moment, Weight
+from resilient_train.extensions.scans.weights import KEPT, SQUARES, Watched
 from resilient_train.ground.types import Facts, fact
+from resilient_train.ground.wording import log
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
-_COARSE = {torch.float16, torch.bfloat16}  # they round so roughly that sums of small changes are lost in them
+_COARSE = {torch.float16, torch.bfloat16}  # they round so roughly that sums are lost in them
 _DIGEST_COLUMNS, _DIGEST_ROWS = 1024, 8  # a tensor of more rows than that is first added up along its columns
 _DIGEST_FACTOR = -7046029254386353131  # 0x9E3779B97F4A7C15: odd, and its multiples are spread well
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
+
+Tensors = list[tuple[Watched, Tensor]]
 
 
 def _here(tensor: Tensor) -> Tensor:
@@ -37,138 +39,128 @@ def _here(tensor: Tensor) -> Tensor:
     return tensor if tensor.numel() else tensor.new_zeros(1)
 
 
-class Gauge:
-    """Measures a list of tensors, again and again. Each measurement is a vector with one value for each tensor."""
-
-    def __init__(self, named: Sequence[tuple[Any, Tensor]], device: torch.device) -> None:
-        self.items = [item for item, _ in named]
-        self.tensors, self.device = [tensor for _, tensor in named], device
-        self._are_plain = not any(is_sharded(one) or one.is_complex() or not one.numel() for one in self.tensors)
-        self._is_uniform = self._are_plain and len({(one.dtype, one.device) for one in self.tensors}) == 1
-
-    def _parts(self) -> list[Tensor]:
-        return self.tensors if self._are_plain else [_here(one) for one in self.tensors]
-
-    def lengths(self) -> Tensor:
-        """The L2 norm of each, which overflows on large finite values."""
-        parts = self._parts()
-        kinds = {_sum_dtype(one) for one in parts}
-        if len(kinds) == 1:
-            return self._row(torch._foreach_norm(parts, 2, dtype=kinds.pop()))
-        return self._row([torch.linalg.vector_norm(one, dtype=_sum_dtype(one)) for one in parts])
-
-    def largest(self) -> Tensor:
-        """The largest absolute value of each; not finite if and only if one of its values is not."""
-        parts = self._parts()
-        if any(one.device.type != "cpu" for one in parts):
-            return self._row(torch._foreach_norm(parts, float("inf")))
-        ends = [torch.aminmax(one) for one in parts]
-        return torch.maximum(self._row([high for _, high in ends]), -self._row([low for low, _ in ends]))
-
-    def sums(self) -> Tensor:
-        return self._row([one.sum(dtype=_sum_dtype(one)) for one in self._parts()])
-
-    def depths(self) -> Tensor:
-        """How far each goes below zero, as a positive number, because the largest value over all ranks is kept."""
-        return -self._row([one.amin() for one in self._parts()])
-
-    def _row(self, scalars: Sequence[Tensor]) -> Tensor:
-        if not scalars:
-            return torch.zeros(0, device=self.device)
-        if not self._is_uniform and len({(one.dtype, one.device) for one in scalars}) > 1:  # else one transfer for all
-            scalars = [one.to(self.device, torch.float32, non_blocking=True) for one in scalars]
-        return torch.stack(tuple(scalars)).to(self.device, torch.float32, non_blocking=True)
+def measured(
+    how: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Iterable[Tensor], device: torch.device
+) -> Tensor:
+    """Return one number of each tensor. Those of a kind are measured together: only so it takes a few kernels."""
+    parts = [_here(one) for one in tensors]
+    kinds: dict[Any, list[int]] = {}
+    for place, part in enumerate(parts):
+        kinds.setdefault((part.dtype, part.device), []).append(place)
+    numbers: dict[int, Tensor] = {}
+    for places in kinds.values():
+        row = torch.stack(tuple(how([parts[place] for place in places])))  # one transfer for all
+        numbers.update(zip(places, row.to(device, torch.float32, non_blocking=True).unbind(), strict=True))
+    return torch.stack([numbers[place] for place in range(len(parts))]) if parts else torch.zeros(0, device=device)
 
 
-def _sum_dtype(tensor: Tensor) -> torch.dtype | None:
-    return torch.float32 if tensor.dtype in _COARSE else None
+def largest(parts: list[Tensor]) -> Sequence[Tensor]:
+    """The largest absolute value of each; not finite if and only if one of its values is not."""
+    if parts[0].device.type != "cpu":
+        return torch._foreach_norm(parts, inf)
+    lows, highs = zip(*map(torch.aminmax, parts), strict=True)
+    return torch.maximum(torch.stack(highs), -torch.stack(lows)).unbind()
 
 
-class State(NamedTuple):
-    plain: Gauge
-    squares: Gauge
-    found: list[Any]  # everything in the optimizers' states, to notice when it is replaced
+def lengths(parts: list[Tensor]) -> Sequence[Tensor]:
+    """The L2 norm of each, which overflows on large finite values."""
+    return torch._foreach_norm(parts, 2, dtype=torch.float32 if parts[0].dtype in _COARSE else None)
+
+
+def depths(parts: list[Tensor]) -> Sequence[Tensor]:
+    """How far each goes below zero, as a positive number, because the largest value over all ranks is kept."""
+    return (-torch.stack([one.amin() for one in parts])).unbind()
 
 
 class Layout:
-    """The weights, buffers and parameter groups of a run, in an order that is the same on every rank."""
+    """The tensors of a run, in an order that is the same on every rank. They are looked up again each time: forwards,
+    rewinds and loops replace them.
+    """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model, self.optimizers = model, list(optimizers)
-        self.skipped: list[str] = []  # not measured: sparse, or of a type without norms
-        groups = self.groups()
-        self.kinds = [kind_of(optimizer) for optimizer in optimizers for _ in optimizer.param_groups]
-        self._size = [len(group["params"]) for group in groups]
-        owner = {weight: number for number, group in enumerate(groups) for weight in group["params"]}
-        self.names: dict[Tensor, str] = {weight: _plain(name) for name, weight in model.named_parameters()}
-        for number, group in enumerate(groups):  # weights that the model does not have
-            for place, weight in enumerate(group["params"]):
-                self.names.setdefault(weight, f"weight {place} of parameter group {number}")
-        named = [(name, weight) for weight, name in self.names.items() if self._is_measured(name, weight)]
-        self._state: State | None = None
-        self.device = named[0][1].device if named else torch.device("cpu")
-        weights = []
-        for name, one in named:
-            count = max(1, largest_share(one) * (2 if one.is_complex() else 1))
-            weights.append((Weight(name, owner.get(one), sqrt(count), one.dtype in _COARSE), one))
-        self.weights = Gauge(weights, self.device)
-        self.is_whole = not any(is_sharded(weight) for _, weight in named)
+        self.skipped: set[str] = set()
+        weights = [*model.parameters(), *(weight for group in self.groups() for weight in group["params"])]
+        self.device = weights[0].device if weights else torch.device("cpu")
+        self.is_whole = not any(map(is_sharded, weights))
         self.shares = 1 if self.is_whole else torch.distributed.get_world_size()
 
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers, as they are now: loading a state replaces them."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def fits(self) -> bool:
-        return [len(group["params"]) for group in self.groups()] == self._size
+    def kinds(self) -> list[str]:
+        """The optimizer of each group, if it is one of torch's own; empty for any other, also for a subclass of one."""
+        return [kind_of(optimizer) for optimizer in self.optimizers for _ in optimizer.param_groups]
 
-    def buffers(self) -> Gauge:
-        """The buffers, looked up again, since a forward may replace them."""
-        return self._gauge((f"buffer {_plain(name)}", one) for name, one in self.model.named_buffers())
+    def tensors(self, scans: Collection[str], kept: Mapping[str, Tree], *, has_ranks: bool) -> Tensors:
+        """What these scans look at."""
+        names = self._names()
+        found: list[tuple[Watched, Any]] = []
+        if "weights" in scans:
+            found += self._weights(names)
+            for name, one in self.model.named_buffers():
+                found.append((Watched("weights", f"buffer {_plain(name)}", is_free=True), one))
+            found += self._kept(kept, has_ranks=has_ranks)
+        if "optimizer" in scans:
+            found += self._moments(names)
+        if "norms" in scans:
+            for name, module in self.model.named_modules():
+                if isinstance(module, _BatchNorm) and module.track_running_stats:
+                    mean, var = cast(Tensor, module.running_mean), cast(Tensor, module.running_var)
+                    sizes = torch.cat([mean.square(), var])
+                    found.append((Watched("norms", _plain(name), is_free=True), sizes))
+        tensors = [(one, tensor) for one, tensor in found if isinstance(tensor, Tensor)]
+        skipped = {one.name for one, tensor in tensors if _is_number(tensor) and not _is_measured(tensor)}
+        if new := sorted(skipped - self.skipped):
+            self.skipped |= skipped
+            log.info("note: not scanned, being sparse or of a type without norms: %s", ", ".join(new))
+        return [(one, tensor) for one, tensor in tensors if _is_measured(tensor)]
 
-    def kept(self, states: Mapping[str, Tree]) -> Gauge:
-        return self._gauge((path.removeprefix("/"), one) for path, one in sorted_leaves(states))
+    def _names(self) -> dict[Tensor, str]:
+        names: dict[Tensor, str] = {weight: _plain(name) for name, weight in self.model.named_parameters()}
+        for number, group in enumerate(self.groups()):  # weights that the model does not have
+            for place, weight in enumerate(group["params"]):
+                names.setdefault(weight, f"weight {place} of parameter group {number}")
+        return names
 
-    def _gauge(self, named: Iterable[tuple[str, Any]]) -> Gauge:
-        tensors = [(name, one) for name, one in named if isinstance(one, Tensor) and self._is_measured(name, one)]
-        return Gauge(tensors, self.device)
+    def _weights(self, names: Mapping[Tensor, str]) -> Iterator[tuple[Watched, Any]]:
+        owner = {weight: number for number, group in enumerate(self.groups()) for weight in group["params"]}
+        for weight, name in names.items():
+            yield Watched("weights", name, owner.get(weight), is_weight=True, is_free=weight not in owner), weight
 
-    def moments(self) -> State:
-        """The state of the optimizers, looked up again, since a rewind may replace its tensors."""
-        states = [one for optimizer in self.optimizers for one in list(optimizer.state.values())]
-        found = [value for one in states if isinstance(one, dict) for value in one.values()]
-        was = self._state.found if self._state is not None else []
-        if self._state is None or len(found) != len(was) or not all(map(is_, found, was)):
-            self._state = self._sorted(found)
-        return self._state
+    def _kept(self, states: Mapping[str, Tree], *, has_ranks: bool) -> Iterator[tuple[Watched, Any]]:
+        leaves = [(path, one) for path, one in sorted_leaves(states) if isinstance(one, Tensor) and _is_measured(one)]
+        if not has_ranks:
+            for path, one in leaves:
+                yield Watched("weights", path.removeprefix("/"), is_free=True), one
+            return
+        # Each rank may keep something else: of all of it one number, whether there is a NaN.
+        sizes = measured(largest, [one for _, one in leaves], self.device)
+        yield Watched("weights", f"{KEPT}*", is_free=True), torch.where(sizes.isnan().any(), inf, 0.0)
 
-    def _sorted(self, found: list[Any]) -> State:
-        plain: list[tuple[Moment, Tensor]] = []
-        squares: list[tuple[Moment, Tensor]] = []
+    def _moments(self, names: Mapping[Tensor, str]) -> Iterator[tuple[Watched, Any]]:
         places = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
         for number, (optimizer, group) in enumerate(places):
-            kind, state = kind_of(optimizer), optimizer.state
-            for weight in group["params"]:  # unless it was added later
-                for key, value in state[weight].items() if weight in state and weight in self.names else ():
-                    name = f"{key} of {self.names[weight]}"
-                    if not isinstance(value, Tensor) or not self._is_measured(name, value):
-                        continue
-                    moment = Moment(name, number, key, bool(kind), value.dtype in _COARSE)
-                    (squares if moment.is_square else plain).append((moment, value))
-        return State(Gauge(plain, self.device), Gauge(squares, self.device), found)
+            is_own = not kind_of(optimizer)  # torch does not know what its keys mean
+            for weight in group["params"]:
+                state = optimizer.state.get(weight, {})
+                for key, value in state.items():
+                    rule = "" if is_own else SQUARES.get(key, "")
+                    yield Watched("optimizer", f"{key} of {names[weight]}", number, rule=rule, is_free=is_own), value
 
-    def _is_measured(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor is dense data of a type that has norms. Other numbers are noted as skipped."""
-        is_dense = not (is_lazy(tensor) or tensor.is_meta) and tensor.layout == torch.strided
-        if is_dense and tensor.dtype in _MEASURED:
-            return True
-        if (tensor.is_floating_point() or tensor.is_complex()) and name not in self.skipped:
-            self.skipped.append(name)
-        return False
+
+def _is_measured(tensor: Tensor) -> bool:
+    """Whether it is dense data of a type that has norms."""
+    is_dense = not (is_lazy(tensor) or tensor.is_meta) and tensor.layout == torch.strided
+    return is_dense and tensor.dtype in _MEASURED
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The name of one of torch's own optimizers; empty for any other, also for a subclass of one of those."""
     own = type(optimizer)
     return own.__name__ if own.__module__.startswith("torch.optim.") else ""
 
@@ -213,15 +205,3 @@ def nonfinite(norms: Mapping[str, float]) -> Facts:
     is_up_to_one = len(names) > 1 and names == [*norms][: len(names)]
     began = (names[-1].rpartition(".")[0] or names[-1]) if is_up_to_one else ""
     return fact("gradients_not_finite", names=names, bad=len(names), count=len(norms), began=began)
-
-
-def largest_share(tensor: torch.Tensor) -> int:
-    """The most elements of a tensor that any rank holds: the same number on all ranks."""
-    if not is_sharded(tensor):
-        return tensor.numel()
-    sharding = sharding_of(tensor)
-    sizes = list(sharding.shape)
-    for ranks, placement in zip(sharding.mesh.shape, sharding.placements, strict=True):
-        if placement.is_shard():
-            sizes[placement.dim] = -(-sizes[placement.dim] // ranks)
-    return math.prod(sizes)

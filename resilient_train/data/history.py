@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from resilient_train.core.checks import IN_CHECKPOINT, REMEMBERED
 from resilient_train.ground.types import Vitals
-from resilient_train.parts.best import Rise
 
 _TREND = 32  # accepted updates that show a trend of losses and gradient norms
 _RECENT_STEPS = 64  # a rise of the learning rate within these may be the cause of trouble
@@ -21,12 +20,20 @@ _LEAP = 2.0  # times the highest rate before, at once or within the recent steps
 _RISE_BEGINS = 1.1  # times the usual rate: where a slow rise began
 _WARM_UP_STAGE = 10.0  # times that: too much for a stage of a warm-up, even below the configured rate
 _LEAST_PACE = 1e-12  # with a smaller share of the configured rate nothing is learned
-_FIRST_LOSSES = 8  # accepted losses whose mean is the loss at the beginning of the run
+FIRST_LOSSES = 8  # accepted losses whose mean is the loss at the beginning of the run
 _NOISY = 0.1  # standard error of the first loss, as a share of it
 _THROWN = 2.0  # times the size of the loss: a rise by that is no noise
 _LAST_LOSSES = 50  # accepted losses whose median is the final loss of the run
 _GROWN = 2.0  # times as large: gradient norms that grow with a loss
 FEW = 5  # updates that a diagnosis replays or inspects
+
+
+def beginning(losses: Sequence[float]) -> tuple[float, float]:
+    """Return where losses began, and their mean. The very first was measured before any update: others may be far above
+    it, and it above others.
+    """
+    means = [fmean(losses[:count]) for count in range(1, len(losses) + 1)] or [0.0]
+    return min(means), means[-1]
 
 
 class PastUpdate(NamedTuple):
@@ -47,6 +54,15 @@ class Leap(NamedTuple):
     jump: float = 0.0  # times the rate of the update before, if it is sudden
 
 
+class Rise(NamedTuple):
+    """How the loss rose."""
+
+    step: int  # the first update with it
+    start: int  # of its samples
+    height: float  # above the level
+    grows: bool  # gradient norms grow with it
+
+
 class UpdateHistory:
     """Keeps the latest updates on the run's present course: a rewind removes those after its step."""
 
@@ -62,7 +78,7 @@ class UpdateHistory:
 
     def _append(self, update: PastUpdate) -> None:
         self._passed.append(update)
-        if update.accepted and update.step <= _FIRST_LOSSES:
+        if update.accepted and update.step <= FIRST_LOSSES:
             self._first[update.step] = update
 
     def rewound(self, step: int) -> None:
@@ -132,11 +148,9 @@ class UpdateHistory:
     @property
     def first_loss(self) -> float | None:
         """The mean of the first accepted losses, or of the first few if those after them threw it far up."""
-        losses = [self._first[step].loss for step in sorted(self._first)]
-        if not losses:
+        if not self._first:
             return None
-        means = [fmean(losses[:count]) for count in range(1, len(losses) + 1)]
-        lowest, mean = min(means), means[-1]
+        lowest, mean = beginning([self._first[step].loss for step in sorted(self._first)])
         return lowest if mean - lowest > _THROWN * abs(lowest) else mean
 
     @property
