@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,63 +14,18 @@ from group import launch, together
 from guarded import drill_of, often, trained
 from kills import checkpoints, incidents, summary
 
-from resilient_train.core.gate import Agreement
 from resilient_train.core.loss import Every
-from resilient_train.core.mark import Mark
-from resilient_train.core.transaction import Transaction, Update
-from resilient_train.core.updater import Attempt
 from resilient_train.durable.trees import weights_sha256
 from resilient_train.extensions.checks.config import named
 from resilient_train.extensions.drills import BitFlip
 from resilient_train.extensions.scans.layout import digest
 from resilient_train.extensions.scans.scans import Replicas
 from resilient_train.ground.errors import RanksDiffer
-from resilient_train.ground.types import Vitals
 from resilient_train.loop.guard import Guard
 from resilient_train.processes.world import odd_ones
 
 CPU = torch.device("cpu")
 INF, NAN = math.inf, math.nan
-
-
-def heard(rows: Sequence[Sequence[float]]) -> tuple[Vitals, int]:
-    """What the last rank hears, and how many numbers its host reads; `rows` are loss and norm of each."""
-
-    def gathered(mine: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.tensor([[*row[:2], 0.0] for row in rows[:-1]]), mine[None]])
-
-    numbers, table = Agreement(gathered, CPU).reduce(torch.tensor(rows[-1]))
-    assert table is not None
-    limits = (1e30, 1e30)
-    update = Transaction(Update(0, 8, []), 1, 1, Mark())
-    update.send(Attempt(numbers[0], numbers, table, None, [{"lr": 0.1}], False, 1.0, None), limits)
-    return update.read(0, has_scale=len(rows[-1]) > 2), numbers.numel()
-
-
-@pytest.mark.parametrize(
-    ("rows", "loss", "norm", "ranks"),
-    [
-        ([[1, 5], [2, 5], [6, 7]], 3, 7, ()),
-        ([[1, 5], [NAN, NAN], [6, NAN]], NAN, NAN, (1,)),
-        ([[1, NAN], [2, NAN], [NAN, NAN]], NAN, NAN, (2,)),  # the NaN of one gradient is on all ranks: its loss tells
-        ([[1, 5], [INF, 5], [6, 5]], INF, 5, (1,)),
-        ([[1, 5], [2, NAN], [6, 5]], 3, NAN, (1,)),
-        ([[1, NAN], [2, NAN], [6, NAN]], 3, NAN, ()),
-    ],
-)
-def test_one_verdict_of_all_ranks(rows: list[list[float]], loss: float, norm: float, ranks: tuple[int, ...]) -> None:
-    """The mean loss and the largest norm; a NaN of one is everybody's, and its rank is named."""
-    vitals, _ = heard(rows)
-    assert (vitals.loss, vitals.grad_norm) == pytest.approx((loss, norm), nan_ok=True)
-    assert vitals.ranks == ranks
-
-
-@pytest.mark.parametrize("scale", [(), (1024.0,)])
-def test_what_the_host_reads_does_not_grow_with_the_ranks(scale: tuple[float, ...]) -> None:
-    """Of two ranks and of two thousand it is as much; the loss scale stays this rank's own."""
-    (few, small), (many, large) = heard([[1, 1, *scale]] * 2), heard([[1, 1]] * 1999 + [[1, 1, *scale]])
-    assert small == large
-    assert few.loss_scale == many.loss_scale == (scale[0] if scale else None)
 
 
 @pytest.mark.parametrize(

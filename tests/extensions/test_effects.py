@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from resilient_train import Guard
+from resilient_train.core.clip import clip
 from resilient_train.durable.run_history import RunHistory
+from resilient_train.extensions.lasting import LastingRemedies, built_state, clip_to_share, forget_moments
 from resilient_train.extensions.remedial import AllControls
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.types import fact
@@ -102,3 +104,76 @@ def test_what_was_turned_is_undone() -> None:
 def test_a_damaged_one_is_refused(name: str, state: Any) -> None:
     with pytest.raises(ValueError, match="remedies in effect cannot be read"):
         controls().effects.load_state_dict({name: state})
+
+
+def test_a_limit_of_updates_falls_with_their_root() -> None:
+    """Down to a tenth; a resume has it as it was."""
+    lasting, resumed = LastingRemedies(share=0.1), LastingRemedies()
+    shares = []
+    for _ in range(9001):
+        shares.append(lasting.share_now)
+        lasting.advance()
+    resumed.effect().restore(json.loads(json.dumps(lasting.effect().state())))
+    assert resumed == lasting
+    assert [shares[150], shares[-1]] == pytest.approx([0.05, 0.01])
+    assert shares == sorted(shares, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "max_norm", "max_value", "size"),
+    [(0.0, None, None, 1e18), (0.9, 1e3, None, 1e18), (0.99, None, 50.0, 1e12), (0.9, None, None, 1e-6)],
+)
+def test_no_gradient_moves_the_weights_by_more_than_a_share(
+    momentum: float, max_norm: float | None, max_value: float | None, size: float
+) -> None:
+    """With momentum that is all that it does in this update and later ones. Small gradients stay as they are."""
+    dtype = torch.float32 if size > 1 else torch.float64
+    weights = [nn.Parameter(torch.full((8, 4), 0.5, dtype=dtype)), nn.Parameter(torch.zeros(4, dtype=dtype))]
+    before = torch.cat([weight.detach().flatten() for weight in weights]).clone()
+    optimizer = torch.optim.SGD(weights, lr=0.3, momentum=momentum)
+    for weight in weights:
+        weight.grad = torch.full_like(weight, size)
+    clip(weights, max_norm, max_value)
+    clip_to_share(optimizer.param_groups, 0.1)
+    for _ in range(5000):
+        optimizer.step()
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+    moved = torch.cat([weight.detach().flatten() for weight in weights]) - before
+    expected = 0.1 * before.norm() if size > 1 else 0.3 / (1 - momentum) * size * before.numel() ** 0.5
+    assert moved.norm().item() == pytest.approx(float(expected), rel=1e-2)
+
+
+def test_weights_that_begin_at_zero_can_move() -> None:
+    """As if they were of the size that weights usually begin with; weights without a gradient do not count."""
+    weight = nn.Parameter(torch.zeros(100))
+    other: dict[str, Any] = {"params": [nn.Parameter(torch.full((9,), 1e9))], "lr": 50.0}
+    optimizer = torch.optim.SGD([{"params": [weight]}, other], lr=1.0)
+    weight.grad = torch.full_like(weight, 1e6)
+    clip_to_share(optimizer.param_groups, 0.1)
+    optimizer.step()
+    assert weight.norm().item() == pytest.approx(0.1 * 0.02 * 10)
+
+
+@pytest.mark.parametrize("build", [torch.optim.Adagrad, torch.optim.Adam, torch.optim.Rprop])
+def test_an_optimizer_without_its_moments_steps_as_a_new_one(build: Any) -> None:
+    """Also one that makes its state when it is built, and needs it in its first step."""
+    weights = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(()))]
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 0.3)
+        optimizer.step()
+
+    optimizer = build(weights, lr=0.1)
+    built = {optimizer: built_state(optimizer)}
+    for _ in range(5):
+        step(optimizer)
+    forget_moments(built)
+    ends = []
+    for one in (optimizer, build(weights, lr=0.1)):
+        for weight in weights:
+            nn.init.ones_(weight)
+        step(one)
+        ends.append([weight.tolist() for weight in weights])
+    assert ends[0] == ends[1]

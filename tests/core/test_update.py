@@ -1,97 +1,26 @@
-"""What an update does to the weights: rates by step, clipping, groups."""
+"""What an update does to the weights: clipping, and rates that are derived from schedule and knobs."""
 
 from __future__ import annotations
 
 import math
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
-from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCycleLR, SequentialLR, StepLR
 
-from resilient_train.command.build import parameter_groups
 from resilient_train.core.clip import Clipper, clip, norm_limit
 from resilient_train.core.mark import Marks
 from resilient_train.core.state import optimizer_tree, restore_optimizer
 from resilient_train.core.updater import Attempt, Updater
-from resilient_train.extensions.lasting import built_state, clip_to_share, forget_moments
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.reader import ClipConfig
 from resilient_train.loop.hooks import TrainersClipper
-from resilient_train.loop.run_process import to_a_hundredth
-from resilient_train.loop.schedule import CurveSchedule, LoopSchedule, ShadowSchedule, constant, cosine, linear
+from resilient_train.loop.schedule import CurveSchedule, LoopSchedule, constant
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("curve", "warmup_steps", "expected"),
-    [
-        (constant, 0, [1, 1, 1, 1, 1, 1]),
-        (constant, 4, [0.25, 0.5, 0.75, 1, 1, 1]),
-        (partial(linear, steps=4, final_factor=0.0, warmup_steps=0), 0, [1, 0.75, 0.5, 0.25, 0, 0]),
-        (partial(linear, steps=4, final_factor=0.5, warmup_steps=2), 2, [0.5, 1, 1, 0.75, 0.5, 0.5]),
-        (partial(cosine, steps=4, final_factor=0.0, warmup_steps=0), 0, [1, 0.853553, 0.5, 0.146447, 0, 0]),
-        (partial(cosine, steps=4, final_factor=0.2, warmup_steps=2), 2, [0.5, 1, 1, 0.6, 0.2, 0.2]),
-        # A warm-up as long as the run or longer is a warm-up and nothing else.
-        (partial(cosine, steps=4, final_factor=0.1, warmup_steps=4), 4, [0.25, 0.5, 0.75, 1, 1, 0.1]),
-        (partial(linear, steps=4, final_factor=0.1, warmup_steps=8), 8, [0.125, 0.25, 0.375, 0.5, 0.625, 0.75]),
-        (lambda step: 1.0 / (1 + step), 0, [1, 0.5, 0.333333, 0.25, 0.2, 0.166667]),
-    ],
-)
-def test_rates_by_step(curve: Any, warmup_steps: int, expected: list[float]) -> None:
-    schedule = CurveSchedule([1.0], curve, warmup_steps)
-    assert [round(schedule.settings(step)[0]["lr"], 6) for step in range(6)] == expected
-
-
-SCHEDULERS: dict[str, Any] = {
-    "step": lambda optimizer: StepLR(optimizer, 3),
-    "chained": lambda optimizer: MultiplicativeLR(optimizer, lambda step: 0.9),
-    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 10),
-    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.5, 30),
-    "sequence": lambda optimizer: SequentialLR(
-        optimizer, [StepLR(optimizer, 2), MultiplicativeLR(optimizer, lambda step: 0.8)], [6]
-    ),
-}
-
-
-def two_groups() -> torch.optim.SGD:
-    groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": lr} for lr in (0.1, 0.2)]
-    return torch.optim.SGD(groups, momentum=0.9)
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_on_a_shadow_says_what_it_would_do_itself(name: str) -> None:
-    """Whatever is done to the real groups between two steps, its rates and momenta are its own."""
-    plain = two_groups()
-    scheduler = SCHEDULERS[name](plain)
-    real = two_groups()
-    shadowed = ShadowSchedule(real, SCHEDULERS[name], warmup_steps=0)
-    for step in range(20):
-        settings = shadowed.settings(step)
-        for group, setting in zip(plain.param_groups, settings, strict=True):
-            assert {key: group[key] for key in setting} == setting
-        for group in real.param_groups:
-            group["lr"] *= 0.5
-        plain.step()
-        scheduler.step()
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_goes_back_with_the_run(name: str) -> None:
-    """Its state brings back the rates that followed; a warm-up comes before its first step."""
-    schedule = ShadowSchedule(two_groups(), SCHEDULERS[name], warmup_steps=4)
-    warm = [schedule.settings(step)[0]["lr"] for step in range(4)]
-    assert warm == pytest.approx([warm[-1] * part for part in (0.25, 0.5, 0.75, 1)])
-    schedule.settings(9)
-    state = torch.utils._pytree.tree_map(lambda value: value, schedule.state_dict())
-    first = [schedule.settings(step) for step in range(9, 18)]
-    schedule.load_state_dict(state)
-    assert [schedule.settings(step) for step in range(9, 18)] == first
 
 
 def gradients(*values: float) -> list[nn.Parameter]:
@@ -181,42 +110,6 @@ def test_a_norm_is_infinite_only_where_a_gradient_is(values: tuple[float, float]
     assert norm.dtype is torch.float32
 
 
-@pytest.mark.parametrize(
-    ("momentum", "max_norm", "max_value", "size"),
-    [(0.0, None, None, 1e18), (0.9, 1e3, None, 1e18), (0.99, None, 50.0, 1e12), (0.9, None, None, 1e-6)],
-)
-def test_no_gradient_moves_the_weights_by_more_than_a_share(
-    momentum: float, max_norm: float | None, max_value: float | None, size: float
-) -> None:
-    """With momentum that is all that it does in this update and later ones. Small gradients stay as they are."""
-    dtype = torch.float32 if size > 1 else torch.float64
-    weights = [nn.Parameter(torch.full((8, 4), 0.5, dtype=dtype)), nn.Parameter(torch.zeros(4, dtype=dtype))]
-    before = torch.cat([weight.detach().flatten() for weight in weights]).clone()
-    optimizer = torch.optim.SGD(weights, lr=0.3, momentum=momentum)
-    for weight in weights:
-        weight.grad = torch.full_like(weight, size)
-    clip(weights, max_norm, max_value)
-    clip_to_share(optimizer.param_groups, 0.1)
-    for _ in range(5000):
-        optimizer.step()
-        for weight in weights:
-            weight.grad = torch.zeros_like(weight)
-    moved = torch.cat([weight.detach().flatten() for weight in weights]) - before
-    expected = 0.1 * before.norm() if size > 1 else 0.3 / (1 - momentum) * size * before.numel() ** 0.5
-    assert moved.norm().item() == pytest.approx(float(expected), rel=1e-2)
-
-
-def test_weights_that_begin_at_zero_can_move() -> None:
-    """As if they were of the size that weights usually begin with; weights without a gradient do not count."""
-    weight = nn.Parameter(torch.zeros(100))
-    other: dict[str, Any] = {"params": [nn.Parameter(torch.full((9,), 1e9))], "lr": 50.0}
-    optimizer = torch.optim.SGD([{"params": [weight]}, other], lr=1.0)
-    weight.grad = torch.full_like(weight, 1e6)
-    clip_to_share(optimizer.param_groups, 0.1)
-    optimizer.step()
-    assert weight.norm().item() == pytest.approx(0.1 * 0.02 * 10)
-
-
 @pytest.mark.parametrize(("max_norm", "max_value"), [(None, None), (1.0, None), (None, 0.1), (1.0, 0.1)])
 def test_sparse_gradients_are_clipped_as_dense_ones(max_norm: float | None, max_value: float | None) -> None:
     """A row that occurs twice counts as its sum."""
@@ -231,22 +124,6 @@ def test_sparse_gradients_are_clipped_as_dense_ones(max_norm: float | None, max_
         assert grads[0].is_sparse == sparse
         clipped.append([norm, *(grad.to_dense() for grad in grads)])
     torch.testing.assert_close(clipped[1], clipped[0])
-
-
-def test_which_weights_decay() -> None:
-    """1d stands for biases and norms, anything else is a pattern; frozen and tied weights appear once at most."""
-    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 5)})
-    model["head"].weight = model["embed"].weight
-    model["norm"].bias.requires_grad_(False)
-
-    def exempt(*rules: str) -> list[tuple[int, float | None]]:
-        groups = parameter_groups(model, no_decay=rules)
-        return [(len(group["params"]), group.get("weight_decay")) for group in groups]
-
-    assert exempt() == [(3, None)]
-    assert exempt("1d") == [(1, None), (2, 0.0)]
-    assert exempt("embed.*") == [(2, None), (1, 0.0)]
-    assert exempt("*") == [(3, 0.0)]
 
 
 def constant_updater(optimizer: torch.optim.Optimizer, gather: Any = None) -> Updater:
@@ -271,14 +148,6 @@ def test_rates_are_derived_and_never_compound() -> None:
         assert update(updater, step, lr=0.5).settings == [{"lr": 0.5}]
         assert weight.grad is None
     assert weight.item() == -1.5
-
-
-@pytest.mark.parametrize("rate", [2**-7, 0.5, 1.0, 0.75, 1e-3, 3e-4, 0.1])
-def test_ranks_whose_rates_differ_in_the_last_digit_are_alike(rate: float) -> None:
-    """As the cosine of another machine may differ; a rate that is off by a hundredth is no rounding."""
-    for other in (math.nextafter(rate, 0), math.nextafter(rate, 2), rate * (1 - 6e-8)):
-        assert to_a_hundredth([other]) == to_a_hundredth([rate])
-    assert to_a_hundredth([1.01 * rate]) != to_a_hundredth([rate])
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -324,23 +193,6 @@ def test_a_rate_that_the_loop_sets_is_its_own() -> None:
     assert rates(15) == found() == [0.1, 2.0]
 
 
-def test_a_resumed_run_takes_the_rates_that_it_is_given_now() -> None:
-    """What the loop had set counts only for the same rates; older checkpoints, and those of another kind, have none."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.1)
-    ran = LoopSchedule(optimizer)
-    for rate, then in ((0.1, 0.01), (0.05, 0.05)):
-        optimizer.param_groups[0]["lr"] = 0.01
-        left = ran.state_dict()
-        optimizer.param_groups[0]["lr"] = rate
-        resumed = LoopSchedule(optimizer)
-        resumed.load_state_dict(left)
-        assert resumed.settings(30) == [{"lr": then}]
-    optimizer.param_groups[0]["lr"] = 0.1
-    shadow = ShadowSchedule.of(StepLR(optimizer, 10), optimizer)
-    shadow.load_state_dict(ran.state_dict())
-    assert shadow.settings(25)[0]["lr"] == pytest.approx(0.001)
-
-
 def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:
     """By an undone attempt, or by a state of the optimizer from before the guard or from another rate."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0, momentum=0.9)
@@ -373,27 +225,3 @@ def test_a_rate_that_the_optimizer_changes_does_not_compound_with_a_remedy() -> 
     updater = Updater([optimizer], [LoopSchedule(optimizer)], Clipper(ClipConfig(None, None)), device=CPU)
     rates = [update(updater, step, lr).settings[0]["lr"] for step, lr in enumerate([1.0, 0.1, 0.1, 1.0, 1.0])]
     assert rates == [1.0, 0.05, 0.05, 0.5, 0.25]
-
-
-@pytest.mark.parametrize("build", [torch.optim.Adagrad, torch.optim.Adam, torch.optim.Rprop])
-def test_an_optimizer_without_its_moments_steps_as_a_new_one(build: Any) -> None:
-    """Also one that makes its state when it is built, and needs it in its first step."""
-    weights = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(()))]
-
-    def step(optimizer: torch.optim.Optimizer) -> None:
-        for weight in weights:
-            weight.grad = torch.full_like(weight, 0.3)
-        optimizer.step()
-
-    optimizer = build(weights, lr=0.1)
-    built = {optimizer: built_state(optimizer)}
-    for _ in range(5):
-        step(optimizer)
-    forget_moments(built)
-    ends = []
-    for one in (optimizer, build(weights, lr=0.1)):
-        for weight in weights:
-            nn.init.ones_(weight)
-        step(one)
-        ends.append([weight.tolist() for weight in weights])
-    assert ends[0] == ends[1]
