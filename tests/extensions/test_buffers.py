@@ -1,98 +1,24 @@
-"""State that a forward writes besides the weights: buffers that it spoils, and attributes that count its calls."""
+"""State besides the weights: buffers and attributes that a forward writes, and what the loop keeps."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from guarded import SKIP, handed_over
+from guarded import cross_entropy, handed_over, often
 from guarded import trained as run
+from tasks import Ends, Running, Scenario, centred
+from test_kept import Holder
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from resilient_train.extensions.scans.modes import Attributes, BufferWatch
+from resilient_train.ground.types import fact
 from resilient_train.loop.guard import Guard
-
-ROWS, CLASSES = 512, 4
-
-
-class Centres(nn.Module):
-    """Pulls embeddings to the centres of their classes, which now and then become the means of a batch.
-
-    A class without a row in it has the mean of nothing: 0 / 0, which the loss meets in the next forward.
-    """
-
-    centres: Tensor
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(6, 5), nn.Linear(5, CLASSES)
-        self.register_buffer("centres", torch.zeros(CLASSES, 5))
-        self.how, self.calls = how, 0
-
-    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
-        embedded = self.embed(rows)
-        loss: Tensor = F.cross_entropy(self.head(embedded), labels)
-        loss = loss + 0.1 * (embedded - self.centres[labels]).square().mean()
-        self.calls += self.training
-        if self.training and self.calls % 5 == 0:
-            of = F.one_hot(labels, CLASSES).float()
-            sums, counts = of.T @ embedded.detach(), of.sum(0).unsqueeze(1)
-            if self.how == "in place":  # a line of its own for each test: a patch lasts as long as the process
-                self.centres.copy_(sums / counts)
-            elif self.how == "replaced":
-                self.centres = torch.div(sums, counts)
-            else:
-                self.centres = sums.div(counts)
-        return loss
-
-
-def data() -> list[tuple[Tensor, int]]:
-    """Every class is frequent but the last."""
-    made = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, generator=made), 3 if number % 40 == 0 else number % 3) for number in range(ROWS)]
-
-
-def guarded(how: str, objective: Any, recovery: Any = "balanced") -> tuple[Guard, Centres]:
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(Centres(how))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    guard = Guard(accelerator, model, optimizer, data=data(), batch_size=32, steps=200, objective=objective,
-                  recovery=recovery)  # fmt: skip
-    return guard, model
-
-
-def line_of(text: str) -> int:
-    with open(__file__, encoding="utf-8") as source:
-        return next(number for number, line in enumerate(source, start=1) if text in line)
-
-
-@pytest.mark.parametrize(("how", "text"), [("in place", "sums /" + " counts"), ("replaced", "torch.div(sums" + ",")])
-def test_the_line_that_spoils_a_buffer_is_found_and_patched(how: str, text: str) -> None:
-    """Not in the update whose loss meets it: that is a later one, and by then there is nothing left to see."""
-    guard, model = guarded(how, lambda model, batch: model(*batch))
-    run(guard)
-    causes = [incident.diagnosis.cause for incident in guard.incidents]
-    assert causes == ["corruption", "operation"]
-    culprit: Any = guard.incidents[1].diagnosis.culprit
-    assert (culprit.op, culprit.line) == ("div", line_of(text))
-    assert bool(model.centres.isfinite().all())
-    assert {incident.outcome for incident in guard.incidents} == {"recovered"}
-
-
-@pytest.mark.parametrize("objective", [None, lambda model, batch: model(*batch).detach()], ids=["none", "for replays"])
-def test_a_loop_that_makes_its_losses_itself_skips_what_spoils_a_buffer(objective: Any) -> None:
-    """No update lands any more that leaves NaN in that buffer, whether or not it can be replayed."""
-    ladders = {"default": [["rewind"]], "unknown": [{"do": ["skip"], "strikes": None}]}
-    guard, model = guarded("made again", objective, recovery={**SKIP, "ladders": {**SKIP["ladders"], **ladders}})
-    handed_over(guard, lambda model, batch: model(*batch))
-    assert [incident.decision.actions[0].remedy for incident in guard.incidents][:1] == ["rewind"]
-    assert len(guard.incidents) > 1
-    assert {incident.anomaly.signal for incident in guard.incidents[1:]} == {"nonfinite_loss"}
-    assert bool(model.centres.isfinite().all())
 
 
 def test_a_watched_buffer_changes_no_loss_while_it_is_finite() -> None:
@@ -156,21 +82,6 @@ def test_attributes_that_change_with_each_forward_are_known() -> None:
     assert (net.calls, net.rate, net.width) == (5, 2**-5, 8)
 
 
-class Carries(nn.Module):
-    """A recurrent model keeps its last state; one NaN in it would be in every update from then on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRUCell(6, 8), nn.Linear(8, 1)
-        self.state = torch.zeros(8, 8)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        state = self.cell(rows, self.state)
-        self.state = state.detach()
-        loss: Tensor = self.head(state).square().mean()
-        return loss
-
-
 class Sometimes(nn.Module):
     """Breaks in its 20th forward."""
 
@@ -189,26 +100,91 @@ class Sometimes(nn.Module):
         return loss
 
 
-def trained(kind: Any, bad: int | None = None) -> tuple[Any, list[Any]]:
-    torch.manual_seed(0)
-    rows = [torch.randn(6) for _ in range(64)]
-    if bad is not None:
-        rows[bad][2] = torch.nan
-    model = kind()
-    guard = Guard(None, model, torch.optim.SGD(model.parameters(), lr=0.01), data=rows, batch_size=8, steps=40,
-                  objective=lambda model, batch: model(batch))  # fmt: skip
-    return model, [one.diagnosis for one in run(guard).incidents]
-
-
-def test_a_state_that_is_carried_along_is_not_lost_with_one_update() -> None:
-    """The row is found, and the state is as if its update had not been made."""
-    model, found = trained(Carries, bad=37)
-    assert [(one.cause, one.rows) for one in found] == [("data", (37,))]
-    assert bool(model.state.isfinite().all())
-
-
 def test_a_forward_of_a_diagnosis_does_not_count() -> None:
     """The faulty one is seen with the very count that it had, and counts itself: the run goes on with the next."""
-    model, found = trained(Sometimes)
-    assert [(one.cause, one.culprit.op) for one in found] == [("operation", "div")]
+    torch.manual_seed(0)
+    rows, model = [torch.randn(6) for _ in range(64)], Sometimes()
+    guard = Guard(None, model, torch.optim.SGD(model.parameters(), lr=0.01), data=rows, batch_size=8, steps=40,
+                  objective=lambda model, batch: model(batch))  # fmt: skip
+    found = [one.diagnosis for one in run(guard).incidents]
+    assert [(one.cause, one.culprit and one.culprit.op) for one in found] == [("operation", "div")]
     assert (model.calls >= 41, model.counts.count(20) > 3) == (True, True)
+
+
+@pytest.mark.parametrize("objective", [None, lambda model, batch: model(*batch).detach()], ids=["none", "for replays"])
+def test_a_loop_that_makes_its_losses_itself_skips_what_spoils_a_buffer(objective: Any) -> None:
+    """No update lands any more that leaves NaN in that buffer, whether or not it can be replayed."""
+    ladders = {"default": [["rewind"]], "unknown": [{"do": ["skip"], "strikes": None}]}
+    row = Scenario(centred("made again"), Ends())
+    guard = Running(
+        row._replace(hands_over=True, guard={"objective": objective, "recovery": {"ladders": ladders}})
+    ).guard
+    handed_over(guard, lambda model, batch: model(*batch))
+    assert [incident.decision.actions[0].remedy for incident in guard.incidents][:1] == ["rewind"]
+    assert len(guard.incidents) > 1
+    assert {incident.anomaly.signal for incident in guard.incidents[1:]} == {"nonfinite_loss"}
+    assert bool(guard.state.model.get_buffer("centres").isfinite().all())
+
+
+def spoiled(run_dir: Path | None, spoil: Callable[[Any, int], None], item: Any, steps: int = 40) -> Guard:
+    model, x = nn.Linear(6, 2), torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+    on_disk: dict[str, Any] = {"run_dir": run_dir, "disk": 2} if run_dir else {}
+    guard = Guard(
+        *(None, model, torch.optim.SGD(model.parameters(), lr=0.01)),
+        data=TensorDataset(x, (x.sum(1) > 0).long()),
+        batch_size=8,
+        steps=steps,
+        objective=cross_entropy,
+        memory=often(2),
+        verify_after=1,
+        **on_disk,
+    )
+    guard.keep(item=item)
+    for batch in guard.batches():
+        if guard.step(batch):
+            spoil(item, guard.clock.step)
+    guard.close()
+    return guard
+
+
+def test_an_average_that_is_damaged_once_is_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """The scan of the weights sees it, the run rewinds, and no checkpoint has it."""
+
+    def average(strikes: list[int]) -> Callable[[Any, int], None]:
+        def update(item: Any, step: int) -> None:
+            item.state["mean"].lerp_(torch.full((3,), float(step)), 0.1)
+            if step in strikes:
+                strikes.remove(step)
+                item.state["mean"][1] = math.nan
+
+        return update
+
+    sound, hurt = Holder({"mean": torch.zeros(3)}), Holder({"mean": torch.zeros(3)})
+    spoiled(None, average([]), sound)
+    guard = spoiled(tmp_path / "run", average([23]), hurt)
+    assert [str(one.diagnosis.cause) for one in guard.incidents] == ["corruption"]
+    assert guard.incidents[0].anomaly.evidence[0]["name"] == "kept.item/mean"
+    assert guard.incidents[0].diagnosis.advice == fact("kept_not_finite")
+    assert hurt.state["mean"].tolist() == sound.state["mean"].tolist()
+    for tree in tmp_path.glob("run/checkpoints/*/tensors.safetensors"):
+        from safetensors.torch import load_file
+
+        assert load_file(tree)["parts/kept.item/mean"].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["lowest", "meter"])
+def test_what_is_not_finite_on_purpose_ends_no_healthy_run(name: str) -> None:
+    """A minimum that is infinite whenever it is reset makes no incident; one that turns NaN is accepted in the end."""
+    import torchmetrics
+
+    def lowest(item: Any, step: int) -> None:
+        item.reset() if step % 10 == 0 else item.update(torch.tensor(float(-step)))
+
+    def meter(item: Any, step: int) -> None:
+        item.state["value"].fill_(math.nan if step >= 23 else step)
+
+    item = torchmetrics.MinMetric() if name == "lowest" else Holder({"value": torch.zeros(2)})
+    guard = spoiled(None, lowest if name == "lowest" else meter, item, steps=60)
+    assert guard.clock.step == 60
+    assert len(guard.incidents) == {"lowest": 0, "meter": 2}[name]
+    assert guard._ring.newest_verified().step >= 44  # type: ignore[union-attr]

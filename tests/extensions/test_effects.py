@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from group import together
+from guarded import trained
+from tasks import SUMMED
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from resilient_train import Guard
@@ -177,3 +183,30 @@ def test_an_optimizer_without_its_moments_steps_as_a_new_one(build: Any) -> None
         step(one)
         ends.append([weight.tolist() for weight in weights])
     assert ends[0] == ends[1]
+
+
+def on_ranks(size: int) -> tuple[list[str], float, float]:
+    """Train on every rank, with whole weights on one and sharded ones on two: remedies, last step and loss."""
+    torch.manual_seed(0)
+    net, rows = SUMMED.model(), SUMMED.data()
+    accelerator = Accelerator(cpu=True)
+    if size > 1:
+        fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
+    guard = Guard(accelerator, net, SUMMED.optimizer(net.parameters()), data=rows, batch_size=32 // size, steps=60,
+                  objective=lambda model, batch: size * SUMMED.loss(model, batch))  # fmt: skip
+    trained(guard)
+    remedies = [action.remedy for one in guard.incidents for action in one.decision.actions]
+    with torch.no_grad():
+        loss = float(SUMMED.loss(net, rows.tensors))
+    guard.world.leave()
+    return remedies, guard.clock.tick, loss
+
+
+def test_sharded_weights_are_limited_as_whole_ones() -> None:
+    """By their norm over all ranks: the same treatment, and the same loss."""
+    [(code, (remedies, ticks, loss))] = together(1, on_ranks, 1)
+    assert code == 0
+    assert "limit_update" in remedies
+    for theirs, (others, their_ticks, their_loss) in together(2, on_ranks, 2):
+        assert (theirs, others, their_ticks) == (0, remedies, ticks)
+        assert their_loss == pytest.approx(loss, rel=0.05)  # summed in another order, in a run that amplifies that

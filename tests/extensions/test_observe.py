@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from command import SAVING, command
-from guarded import Net, adamw, cross_entropy, drill_of, is_finite, often, rows, trained
+from drilled import drill_of
+from guarded import Net, adamw, cross_entropy, is_finite, often, rows, trained
 from kills import incidents as listed
 from kills import kinds, summary
 from tables import table

@@ -10,8 +10,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from clinic_ranks import Net, Rows
+from drilled import drill_of
 from group import launch, together
-from guarded import drill_of, often, trained
+from guarded import often, trained
 from kills import checkpoints, incidents, summary
 
 from resilient_train.core.loss import Every

@@ -15,7 +15,7 @@ import pytest
 import torch
 from fork_server import Forked
 from power import Careless
-from test_changes import Run, fitted, other_loss
+from tasks import FIT, Ends, Running, Scenario, other_loss
 from torch import Tensor, nn
 
 from resilient_train import Guard
@@ -131,21 +131,22 @@ def train(run_dir: Path) -> None:
 
 def train_changed(run_dir: Path) -> None:
     """Another loss from a step on, which is told from damage by an experiment."""
-    train_simply(run_dir, other_loss, replays=False)
+    train_simply(run_dir, other_loss, hands_over=True)
 
 
 def train_observed(run_dir: Path) -> None:
-    """A row that makes the weights NaN, and every update after it."""
+    """A loss that makes the weights NaN, and every update after it."""
 
-    def loss(model: nn.Module, batch: Any, step: int) -> Tensor:
-        return fitted(model, batch, step) * (torch.nan if step == 100 else 1.0)
+    def spoil(run: Running, model: Any, batch: Any, loss: Tensor) -> Tensor:
+        return loss * (torch.nan if run.step == 100 else 1.0)
 
-    train_simply(run_dir, loss, recovery="observe")
+    train_simply(run_dir, spoil, recovery="observe")
 
 
-def train_simply(run_dir: Path, loss: Any, **more: Any) -> None:
+def train_simply(run_dir: Path, spoil: Any, *, hands_over: bool = False, **more: Any) -> None:
     files.disk, Writer.offer = Careless(), _write_now  # type: ignore[assignment,method-assign]
-    run = Run(run_dir, loss, disk=20, resume=True, **more).trained()
+    guard = {"disk": 20, "resume": True, **more}
+    run = Running(Scenario(FIT, Ends(), spoil, hands_over=hands_over, guard=guard), run_dir).train()
     (run_dir / "weights").write_text(weights_sha256(run.guard.state))
 
 

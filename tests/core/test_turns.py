@@ -1,4 +1,4 @@
-"""Losses that are stepped in turn: how they are handed over, and resumed; test_scenarios.py has what they come to."""
+"""Losses that are stepped in turn: how they are handed over; test_guard.py has what they come to."""
 
 from __future__ import annotations
 
@@ -13,21 +13,13 @@ from guarded import SKIP
 from pairs import SPOILED, Pair
 
 from resilient_train.ground.errors import TrainError
-from resilient_train.ground.reader import MemoryConfig
 from resilient_train.loop.guard import Guard
 
-STEPS, STRUCK = 60, 30
-OFTEN = MemoryConfig(every=10, keep=4, max_gib=None)
+STEPS = 60
 
 
 def pair(kind: str) -> Pair:
     return Pair(Accelerator(cpu=True), kind)
-
-
-def train(made: Pair, guard: Guard) -> None:
-    for batch in guard.batches():
-        for name in made.names:
-            guard.update(made.backward(name, batch), optimizer=made.optimizers[name])
 
 
 def test_the_sum_of_opposed_losses_need_not_fall(tmp_path: Path) -> None:
@@ -46,7 +38,7 @@ def test_the_sum_of_opposed_losses_need_not_fall(tmp_path: Path) -> None:
 
 def test_a_policy_that_only_observes_sees_a_spike_of_one_loss() -> None:
     made = pair("gan")
-    guard = made.guard(steps=150, recovery="observe")
+    guard = made.guard(steps=150, recovery={"ladders": {"default": []}, "observe": True})
     for number, batch in enumerate(guard.batches()):
         for name in made.names:
             more = 1e4 if (number, name) == (120, made.names[0]) else 0.0
@@ -54,23 +46,6 @@ def test_a_policy_that_only_observes_sees_a_spike_of_one_loss() -> None:
             guard.update(loss, optimizer=made.optimizers[name])
     guard.close()
     assert [(str(one.anomaly.signal), one.anomaly.step) for one in guard.incidents] == [("loss_spike", 121)]
-
-
-def test_a_run_resumes_from_a_checkpoint(tmp_path: Path) -> None:
-    """Stopped between two turns, and completed by other objects: as the run that was not stopped."""
-    more: dict[str, Any] = {"steps": STEPS, "memory": OFTEN, "run_dir": tmp_path / "run", "disk": 10, "resume": True}
-    first = pair("gan")
-    guard: Guard = first.guard(**more, stop=lambda: guard.clock.step >= STRUCK)
-    train(first, guard)
-    assert guard.stopped
-    guard.leave()
-    guard.close()
-    second, whole = pair("gan"), pair("gan")
-    guard = second.guard(**more)
-    train(second, guard)
-    train(whole, whole.guard(steps=STEPS))
-    assert second.digests() == whole.digests()
-    guard.close()
 
 
 Calls = list[tuple[str, str | None]]  # the loss of which network, and the optimizer that steps with it
@@ -107,19 +82,11 @@ def every_batch(calls: Calls, made: Pair, guard: Guard, optimizers: dict[str, An
             guard.update(loss, **({} if optimizer is None else {"optimizer": optimizers[optimizer]}))
 
 
-@pytest.mark.parametrize(
-    ("accumulation", "objective", "line"),
-    [
-        (2, None, "cannot accumulate gradients: set gradient_accumulation_steps to 1"),
-        (1, lambda model, batch: model(batch), "leave out objective="),
-    ],
-)
-def test_what_cannot_be_stepped_in_turn_is_refused(accumulation: int, objective: Any, line: str) -> None:
+def test_losses_in_turn_cannot_accumulate() -> None:
     """In one line, at the first loss."""
-    made = Pair(Accelerator(cpu=True, gradient_accumulation_steps=accumulation), "actor")
-    guard = made.guard(steps=STEPS, objective=objective)
-    with pytest.raises(TrainError, match=line):
-        every_batch([FIRST], made, guard, dict(made.optimizers))
+    made = Pair(Accelerator(cpu=True, gradient_accumulation_steps=2), "actor")
+    with pytest.raises(TrainError, match="cannot accumulate gradients: set gradient_accumulation_steps to 1"):
+        every_batch([FIRST], made, made.guard(steps=STEPS), dict(made.optimizers))
 
 
 def test_optimizers_may_be_those_that_accelerate_has_wrapped() -> None:

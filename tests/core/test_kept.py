@@ -1,23 +1,18 @@
-"""What a loop keeps is kept: through refused updates, kills and resumes, in every form that a `state_dict` has."""
+"""What a loop keeps, in every form that a `state_dict` has, and what it is told. test_guard.py trains with it."""
 
 from __future__ import annotations
 
-import copy
-import json
 import math
 import os
-import signal
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from group import alone
-from guarded import cross_entropy, often, trained
-from kills import die_with_checkpoint
-from torch import Tensor, nn
+from guarded import cross_entropy, handed_over, often
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
@@ -25,10 +20,8 @@ from resilient_train import Guard
 from resilient_train.ground import files
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.reader import DiskConfig
-from resilient_train.ground.types import fact
 
 ROWS, BATCH, BAD = 96, 8, 41
-NEVER = 10**9
 OFTEN = often(2)
 
 
@@ -43,116 +36,6 @@ def rows(bad: int | None = None) -> TensorDataset:
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
-
-
-class Ema(nn.Module):
-    """As that of timm: a copy of the model, whose whole `state_dict` follows, with the statistics of BatchNorm."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.module = copy.deepcopy(model).eval()
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        for mine, its in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
-            mine.copy_(0.9 * mine + 0.1 * its)
-
-
-class Mean:
-    """A metric, as that of torchmetrics, which takes longer to import than all else here takes."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.sum, self.count = torch.zeros(()), 0
-
-    def update(self, value: Tensor) -> None:
-        self.sum, self.count = self.sum + value, self.count + 1
-
-    def compute(self) -> Tensor:
-        return self.sum / max(1, self.count)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sum": self.sum, "count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sum, self.count = state["sum"], state["count"]
-
-
-def digest(*trees: Any) -> list[float]:
-    """All numbers of some states."""
-    return [value for tree in trees for one in tree.values() for value in one.double().flatten().tolist()]
-
-
-class Lived(NamedTuple):
-    """What a program ended with."""
-
-    numbers: list[float]  # of weights, averages, and metrics after each epoch
-    said: list[str]  # of each update
-    causes: list[str]
-
-
-def program(
-    run_dir: Path, form: str = "plain", bad: int | None = BAD, put_away: Sequence[int] = (), killed_at: int = NEVER
-) -> Lived:
-    """Train with all that timm's loop has; no line knows whether it is the first start."""
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    average, metric = Ema(model), Mean()
-    objective = cross_entropy if form == "objective" else None
-    guard = Guard(
-        *(None, model, optimizer),
-        data=rows(bad),
-        batch_size=BATCH,
-        objective=objective,
-        run_dir=run_dir,
-        memory=OFTEN,
-        verify_after=2,
-        disk=DiskConfig(every=4),
-        resume=True,
-    )
-    guard.keep(average=average, metric=metric)
-    guard.samples.quarantine(put_away)
-    said, metrics = [], []
-    for epoch in guard.epochs(3):
-        for batch in epoch:
-            if form == "objective":
-                result = guard.step(batch)
-            else:
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = cross_entropy(model, batch)
-                loss.backward()  # type: ignore[no-untyped-call]
-                metric.update(loss.detach())
-                result = guard.update(loss)
-            average.update(model)  # whatever has become of the update
-            said.append(str(getattr(result, "status", result)))
-            if guard.clock.step == killed_at:
-                die_with_checkpoint(run_dir)
-        metrics.append(metric.compute() if form != "objective" else torch.zeros(()))
-        metric.reset()
-        model.eval()
-        with torch.no_grad():
-            metrics.append(cross_entropy(average.module, rows().tensors))
-        model.train()
-    guard.close()
-    seen = digest(model.state_dict(), average.state_dict(), {"metrics": torch.stack(metrics[-2:])})
-    return Lived(seen, said, [str(one.diagnosis.cause) for one in guard.incidents])
-
-
-@pytest.mark.parametrize("form", ["plain", "objective"])
-def test_a_nan_row_and_a_kill_leave_no_trace_in_what_is_kept(form: str, tmp_path: Path) -> None:
-    """Weights, average and metric end bit for bit as in a run that never had the row."""
-    assert alone(program, tmp_path / "mine", form, BAD, (), 24)[0] == -signal.SIGKILL
-    listed = json.loads((tmp_path / "mine/quarantine.json").read_text())
-    assert [one["row"] for one in listed["rows"]] == [BAD]
-    resumed = program(tmp_path / "mine", form)
-    assert resumed.causes == ["data", "process"]
-    assert len(resumed.said) < 36, "it was resumed"
-    control = program(tmp_path / "control", form, BAD, [BAD])
-    assert (control.causes, {*control.said}) == ([], {"accepted"})
-    assert resumed.numbers == control.numbers
-    assert all(map(math.isfinite, resumed.numbers))
 
 
 class Holder:
@@ -226,7 +109,13 @@ def small(run_dir: Path | None, bad: int | None = None, **more: Any) -> Guard:
     given: dict[str, Any] = {"disk": DiskConfig(every=2), "resume": True} if run_dir else {}
     given |= {"data": rows(bad), "batch_size": BATCH, "steps": 12, "memory": OFTEN, "verify_after": 1, **more}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return Guard(None, model, optimizer, objective=cross_entropy, run_dir=run_dir, **given)
+    return Guard(None, model, optimizer, run_dir=run_dir, **given)
+
+
+def step(guard: Guard, batch: Any) -> Any:
+    loss = cross_entropy(guard.model, batch)
+    guard.world.accelerator.backward(loss)
+    return guard.update(loss)
 
 
 def change_all(items: dict[str, Any]) -> None:
@@ -247,7 +136,7 @@ def test_every_state_dict_is_resumed(tmp_path: Path) -> None:
         guard.resume()
         began = guard.clock.step
         for batch in guard.batches(steps):
-            if guard.step(batch):
+            if step(guard, batch):
                 change_all(items)
         guard.leave()
         guard.close()
@@ -271,7 +160,7 @@ def test_what_cannot_be_kept_is_refused_at_the_start(state: Any, where: str, tmp
 
     def loop() -> int:
         guard.keep(mine=Holder(state))
-        return len([guard.step(batch) for batch in guard.batches()])
+        return len([step(guard, batch) for batch in guard.batches()])
 
     if where == "in memory" and not hasattr(state, "__next__"):
         assert loop() == 12
@@ -296,7 +185,7 @@ def test_a_checkpoint_that_does_not_read_back_is_none(tmp_path: Path, monkeypatc
     monkeypatch.setattr(files, "disk", Forgetful())
     guard = small(tmp_path / "run", steps=20)
     guard.keep(average=network())
-    trained(guard).leave()
+    handed_over(guard, cross_entropy).leave()
     guard.close()
     assert {str(one.anomaly.signal) for one in guard.incidents} == {"checkpoint_failed"}
     assert "is not what was written" in guard.incidents[0].anomaly.evidence[0]["why"]
@@ -315,7 +204,7 @@ def test_a_loop_is_told_what_became_of_its_update() -> None:
             guard.keep(mine=Holder({}))
         results, first = [], []
         for batch in guard.batches():
-            results.append(guard.step(batch))
+            results.append(step(guard, batch))
             first.append(str(results[-1].status))
             if batch[0].isnan().any():
                 assert first[-1] == at_first
@@ -333,61 +222,5 @@ def test_a_loop_is_told_what_became_of_its_update() -> None:
 def test_an_update_is_false_until_its_last_micro_batch() -> None:
     """While gradients accumulate."""
     guard = small(None, accumulate=3)
-    said = [str(guard.step(batch).status) for batch in guard.batches(2)]
+    said = [str(step(guard, batch).status) for batch in guard.batches(2)]
     assert said == ["accumulating", "accumulating", "pending"] * 2
-
-
-# Damage to what is kept.
-
-
-def spoiled(run_dir: Path | None, spoil: Callable[[Any, int], None], item: Any, steps: int = 40) -> Guard:
-    guard = small(run_dir, steps=steps)
-    guard.keep(item=item)
-    for batch in guard.batches():
-        if guard.step(batch):
-            spoil(item, guard.clock.step)
-    guard.close()
-    return guard
-
-
-def test_an_average_that_is_damaged_once_is_as_if_it_had_not_been(tmp_path: Path) -> None:
-    """The scan of the weights sees it, the run rewinds, and no checkpoint has it."""
-
-    def average(strikes: list[int]) -> Callable[[Any, int], None]:
-        def update(item: Any, step: int) -> None:
-            item.state["mean"].lerp_(torch.full((3,), float(step)), 0.1)
-            if step in strikes:
-                strikes.remove(step)
-                item.state["mean"][1] = math.nan
-
-        return update
-
-    sound, hurt = Holder({"mean": torch.zeros(3)}), Holder({"mean": torch.zeros(3)})
-    spoiled(None, average([]), sound)
-    guard = spoiled(tmp_path / "run", average([23]), hurt)
-    assert [str(one.diagnosis.cause) for one in guard.incidents] == ["corruption"]
-    assert guard.incidents[0].anomaly.evidence[0]["name"] == "kept.item/mean"
-    assert guard.incidents[0].diagnosis.advice == fact("kept_not_finite")
-    assert image(hurt.state) == image(sound.state)
-    for tree in tmp_path.glob("run/checkpoints/*/tensors.safetensors"):
-        from safetensors.torch import load_file
-
-        assert load_file(tree)["parts/kept.item/mean"].isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["lowest", "meter"])
-def test_what_is_not_finite_on_purpose_ends_no_healthy_run(name: str) -> None:
-    """A minimum that is infinite whenever it is reset makes no incident; one that turns NaN is accepted in the end."""
-    import torchmetrics
-
-    def lowest(item: Any, step: int) -> None:
-        item.reset() if step % 10 == 0 else item.update(torch.tensor(float(-step)))
-
-    def meter(item: Any, step: int) -> None:
-        item.state["value"].fill_(math.nan if step >= 23 else step)
-
-    item = torchmetrics.MinMetric() if name == "lowest" else Holder({"value": torch.zeros(2)})
-    guard = spoiled(None, lowest if name == "lowest" else meter, item, steps=60)
-    assert guard.clock.step == 60
-    assert len(guard.incidents) == {"lowest": 0, "meter": 2}[name]
-    assert guard._ring.newest_verified().step >= 44  # type: ignore[union-attr]

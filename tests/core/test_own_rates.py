@@ -27,12 +27,11 @@ class Own(torch.optim.AdamW):
 SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "milestone": lambda optimizer: MultiStepLR(optimizer, [20], 0.1),
     "warm-up": lambda optimizer: LinearLR(optimizer, 0.1, 1.0, 25),
-    "decay": lambda optimizer: ExponentialLR(optimizer, 0.9),
 }
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize(("bad", "recovery"), [(2, SKIP), (20, SKIP), (20, REWIND)])
+@pytest.mark.parametrize(("bad", "recovery"), [(2, SKIP), (20, REWIND)])
 @pytest.mark.parametrize("form", ["usual", "state of its own", "scheduler kept", "state loaded"])
 def test_an_incident_changes_no_rate(name: str, bad: int, recovery: Any, form: str) -> None:
     """At the end it is what as many steps of the scheduler make of it; of one that is kept only those that landed."""
@@ -96,11 +95,13 @@ def test_nor_does_a_step_that_is_interrupted(own: bool) -> None:
     model = nn.Linear(6, 1)
     optimizer = Interrupted(model.parameters(), lr=0.01)
     schedule = None if own else ExponentialLR(optimizer, 0.9)
-    guard = Guard(None, model, optimizer, data=sums(), batch_size=16, schedule=schedule, objective=mse)
+    guard = Guard(None, model, optimizer, data=sums(), batch_size=16, schedule=schedule)
     guard._controls.knobs.lr = 0.5
     for is_first in (True, False):
         with pytest.raises(KeyboardInterrupt) if is_first else nullcontext():
             for batch in guard.batches(5):
                 optimizer.is_due = is_first and guard.attempted_step == 3
-                guard.step(batch)
+                loss = mse(model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                guard.update(loss)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 if own else 0.005 * 0.9 ** (guard.clock.step - 1))
