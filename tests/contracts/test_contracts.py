@@ -25,7 +25,6 @@ from user_programs import Counting
 from resilient_train.core.gate import CopyGate, DeviceGate, Gate, HostGate, OpenGate
 from resilient_train.core.protocols import Hook
 from resilient_train.core.remedies import KNOWN
-from resilient_train.core.remedies import remedy as made_of
 from resilient_train.core.transaction import Transaction
 from resilient_train.durable.trees import sha256
 from resilient_train.ground.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Signal, Vitals
@@ -137,18 +136,6 @@ def test_a_remedy_leaves_effects_that_go_round_and_are_undone(name: str) -> None
     assert again.effects.agreed() == controls.effects.agreed()
     controls.effects.undo_to(before)
     assert plain(controls.knobs.state_dict()) == before["knobs"]
-
-
-@pytest.mark.parametrize("name", sorted(KNOWN))
-def test_a_remedy_decides_alike_on_every_rank(name: str) -> None:
-    """Whether it applies, and with what settings, follows from the case alone."""
-    settings = {"of": ()} if "of" in KNOWN[name].__dataclass_fields__ else {}
-    for landed in (True, False):
-        case = small()._controls.case_type(
-            Anomaly(Signal.DIVERGENCE, 12, 12, 10, landed=landed), Diagnosis(Cause.UNKNOWN), loss_excess=2.0
-        )
-        said = [(one.applies(case), one.settings_for(case)) for one in (made_of(Action(name, settings)) for _ in "ab")]
-        assert said[0] == said[1]
 
 
 # ---------------------------------------------------------------------------------------------------------- gates

@@ -48,7 +48,12 @@ class Fault(NamedTuple):
 
 MEETS = {  # the signals of the incident
     "row": {"nonfinite_batch", "nonfinite_loss"},  # NaN in the data set; a scan of the batch knows it is that
-    "bit": {"loss_spike", "nonfinite_loss", "weights_jump"},  # a weight is suddenly as large as a number can be
+    "bit": {
+        "loss_spike",
+        "nonfinite_loss",
+        "weights_jump",
+        "nonfinite_weights",
+    },  # a weight is suddenly as large as a number can be
     "drift": {"loss_spike", "weights_jump"},  # weights are suddenly others, and every update lands
     "loss": {"nonfinite_loss"},
     "gradient": {"nonfinite_grad"},
@@ -362,6 +367,9 @@ def guarded(row: Scenario, rank: int, run_dir: Path | None = None, *, is_killed:
 def plain(row: Scenario, rank: int) -> dict[str, Any]:
     """The same without a guard, but with its random numbers, and without the update that is to be left out."""
     program, seeds, fault = row.program(), Seeds(0, rank, torch.device("cpu")), row.fault
+    # A policy that only observes lets everything land, and so does this loop then.
+    is_struck = bool((row.guard or {}).get("recovery", {}).get("observe"))
+    strikes = Strikes(fault, rank, program.overflow) if is_struck else None
     data, number, landed = rows_of(program, fault, row.ranks), 0, 0
     while landed < STEPS:
         number += 1
@@ -371,13 +379,17 @@ def plain(row: Scenario, rank: int) -> dict[str, Any]:
             continue
         start = (number - 1) * each(program, row.ranks)
         seeds.for_update(start)
+        if strikes is not None:
+            strikes.begin()
         for part in range(program.accumulate):
             at = start + (part * row.ranks + rank) * BATCH
-            for _, optimizer in program.losses(data[at : at + BATCH], lambda loss: loss, number):
+            for _, optimizer in program.losses(data[at : at + BATCH], strikes or (lambda loss: loss), number):
                 if part == program.accumulate - 1:
                     program.step(optimizer)
             program.after_batch()
         landed += program.end()
+        if is_struck and fault is not None and fault.how in ("bit", "drift") and number == fault.at:
+            program.damage(fault.how)
     return program.ended(dict(program.bare.named_parameters()), number)
 
 

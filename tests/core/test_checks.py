@@ -97,11 +97,13 @@ def test_a_loss_that_jumps_and_stays(seed: int) -> None:
     assert 1400 <= first.since <= 1500
 
 
-@pytest.mark.parametrize("signal", [Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD])
-def test_what_is_not_finite_is_an_anomaly_at_once(signal: Signal) -> None:
-    """Nothing landed, so the present state stays trusted, in the first update, too."""
-    vitals = Vitals(7, 3, False, nan, nan, 1e-3, refused=signal, ranks=(1,))
-    anomaly: Any = Checks(core_checks()).judge(vitals).anomaly
+@pytest.mark.parametrize("signal", [Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH])
+@pytest.mark.parametrize("every", [0, 8])
+def test_what_is_not_finite_is_an_anomaly_at_once(signal: Signal, every: int) -> None:
+    """Nothing landed, so the present state stays trusted, in the first update, too, and with all checks off."""
+    vitals, config = Vitals(7, 3, False, nan, nan, 1e-3, refused=signal, ranks=(1,)), core_checks()
+    config.limit.every = config.jump.every = config.probation.every = every
+    anomaly: Any = Checks(config).judge(vitals).anomaly
     assert (anomaly.signal, anomaly.step, anomaly.tick, anomaly.since) == (signal, 4, 7, 3)
     assert (anomaly.landed, anomaly.ranks) == (False, (1,))
 

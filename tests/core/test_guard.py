@@ -72,7 +72,14 @@ SCENARIOS: dict[str, Scenario] = {
     "NaN row in the last update": Scenario(Program, Fault("row", STEPS)),
     "NaN loss": Scenario(Program, Fault("loss", 2)),
     "gradient far beyond the usual": Scenario(Program, Fault("spike", 35)),
-    "NaN row that is only observed": Scenario(partial(Turns, "gan"), Fault("row", 12), observes, left_out=False),
+    # A policy that only observes: the run ends as a plain loop does that is struck as well.
+    "observed: nothing strikes": Scenario(Program, guard=observes),
+    "observed: NaN row": Scenario(Program, Fault("row", 12), observes, left_out=False),
+    "observed: NaN row, losses in turn": Scenario(partial(Turns, "gan"), Fault("row", 12), observes, left_out=False),
+    "observed: NaN gradient in the first update": Scenario(Program, Fault("gradient", 1), observes, left_out=False),
+    "observed: NaN loss in the last update": Scenario(Program, Fault("loss", STEPS), observes, left_out=False),
+    "observed: loss far beyond the usual": Scenario(Program, Fault("spike", 35), observes, left_out=False),
+    "observed: bit flip": Scenario(Program, Fault("bit", 22), observes, left_out=False),
     # Weights that are written outside of an update: the losses show it, and a rewind repeats what was undone exactly.
     "bit flip": Scenario(Program, Fault("bit", 22), rewinds, left_out=False),
     "weights that are suddenly others": Scenario(Program, Fault("drift", 22), rewinds, left_out=False),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from guarded import cross_entropy, mse
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
@@ -73,14 +74,16 @@ class Running:
         torch.manual_seed(0)
         self.row, self.model, self.count = row, row.task.model(), 0
         self.optimizer = row.task.optimizer(self.model.parameters())
-        given = {"batch_size": row.task.batch_size, "clip": row.task.clip, "steps": row.task.steps, "run_dir": run_dir}
-        self.guard = Guard(
-            *(None, self.model, self.optimizer),
-            data=row.task.data(),
-            schedule=None if row.rate is None else LambdaLR(self.optimizer, row.rate),
-            objective=None if row.hands_over else self.loss,
-            **{**given, **(row.guard or {})},
-        )
+        given = {
+            "batch_size": row.task.batch_size,
+            "clip": row.task.clip,
+            "steps": row.task.steps,
+            "run_dir": run_dir,
+            "objective": None if row.hands_over else self.loss,
+            "schedule": None if row.rate is None else LambdaLR(self.optimizer, row.rate),
+            **(row.guard or {}),
+        }
+        self.guard = Guard(None, self.model, self.optimizer, data=row.task.data(), **given)
 
     @property
     def step(self) -> int:
@@ -159,10 +162,6 @@ class Classifier(nn.Module):
 
     def forward(self, points: Tensor) -> Any:
         return self.last(torch.relu(self.norm(self.first(points))))
-
-
-def cross_entropy(model: Any, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def sgd(weights: Any) -> torch.optim.Optimizer:
@@ -275,10 +274,6 @@ def sines(seed: int = 0, size: int = 512) -> TensorDataset:
     inputs = torch.randn(size, 8, generator=made)
     targets = torch.tanh(inputs @ torch.randn(8, 3, generator=made))
     return TensorDataset(inputs, targets + 0.1 * torch.randn(size, 3, generator=made))
-
-
-def mse(model: Any, batch: Any) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
 
 
 def layers() -> nn.Module:

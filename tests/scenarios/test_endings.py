@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guarded import cross_entropy
 from kills import kinds, summary
-from tasks import CLASSIFY, FIT, Ends, Running, Scenario, cross_entropy, raised, rotting, twin
+from tasks import CLASSIFY, FIT, Ends, Running, Scenario, raised, rotting, twin
 
 from resilient_train.durable.trees import weights_sha256
 from resilient_train.ground.errors import GaveUp

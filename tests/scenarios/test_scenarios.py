@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from guarded import accused
+from guarded import accused, cross_entropy
 from kills import kinds, summary
 from safetensors.torch import load_file
 from tasks import (
@@ -43,7 +43,6 @@ from tasks import (
     centred,
     chosen,
     counts,
-    cross_entropy,
     draw_again,
     draw_once,
     drawn,
@@ -120,6 +119,12 @@ SCENARIOS: dict[str, Scenario] = {
         CLASSIFY._replace(steps=220),
         Ends("rate", says="jumped x200 from step 120 to 121: look at the", loss=0),
         rate=stretch(200, 120, NEVER),
+    ),
+    "a hot stretch that is only observed": Scenario(
+        CLASSIFY._replace(steps=170),
+        Ends(None, outcomes="observed", verdict="observed", is_touched=False, rewinds=0),
+        rate=stretch(1000, 100, 30),
+        guard={"recovery": "observe"},
     ),
     # What does not come back: the run ends on the best state that was proven, however much came after.
     "labels that mean nothing": Scenario(

@@ -78,16 +78,6 @@ def test_healthy_losses_raise_no_alarm(family: str, seed: int) -> None:
     assert FullRun().alarms(one(index) for index in range(6_000)) == []
 
 
-@pytest.mark.parametrize("signal", [Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH])
-@pytest.mark.parametrize("checks", ["default", "light", "paranoid", "off"])
-def test_what_is_not_finite_is_an_anomaly_at_once(checks: str, signal: Signal) -> None:
-    """Nothing landed, so the present state stays trusted; with all checks off, too, and in the first update."""
-    vitals = Vitals(7, 3, False, nan, nan, 1e-3, refused=signal, ranks=(1,))
-    anomaly: Any = Panel.of(named(checks)).checks.judge(vitals).anomaly
-    assert (anomaly.signal, anomaly.step, anomaly.tick, anomaly.since) == (signal, 4, 7, 3)
-    assert (anomaly.landed, anomaly.ranks) == (False, (1,))
-
-
 def test_overflows_are_ordinary_until_they_do_not_end() -> None:
     """A scaler finds its scale in a few updates; a scale that is too small to help is a collapse, told each time."""
     run = FullRun()
