@@ -51,7 +51,7 @@ class Program:
 
     def __init__(self, optimizer: str, seed: int = 0, num_workers: int = 0) -> None:
         for seeded in (torch.manual_seed, random.seed, np.random.seed):
-            seeded(seed)  # type: ignore[operator]
+            seeded(seed)
         self.model = Jittery()
         made = OPTIMIZERS[optimizer](self.model.parameters())
         self.guard = Guard(

@@ -13,7 +13,7 @@ from command import SAVING, command
 from guarded import is_finite, often
 from kills import incidents as listed
 from kills import kinds
-from tasks import READ, Ends, Running, Scenario, readings, squared
+from tasks import READ, Ends, Running, Scenario, Task, readings, squared
 
 from resilient_train.command import incidents
 
@@ -27,12 +27,12 @@ def with_nan() -> Any:
 
 
 def observed(
-    run_dir: Path | None = None, steps: int = 120, factor: Callable[[int], float] | None = None, **more: Any
+    run_dir: Path | None, task: Task, factor: Callable[[int], float] = lambda tick: 1.0, **more: Any
 ) -> Running:
-    spoil = None if factor is None else lambda run, model, batch, loss: loss * factor(run.guard.clock.tick + 1)
-    task = READ._replace(steps=steps, **more.pop("task", {}))
-    row = Scenario(task, Ends(), spoil, guard={"recovery": "observe", **more})
-    return Running(row, run_dir).train()
+    def spoil(run: Running, model: Any, batch: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss * factor(run.guard.clock.tick + 1)
+
+    return Running(Scenario(task, Ends(), spoil, guard={"recovery": "observe", **more}), run_dir).train()
 
 
 def test_weights_with_nan_make_one_incident_and_no_replays(tmp_path: Path) -> None:
