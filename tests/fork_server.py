@@ -37,7 +37,10 @@ _polling = threading.Lock()  # a start polls every process, and an exit code can
 _context = get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch._inductor", "torch.distributed.fsdp", "torch.distributed.run", "frozen"]
-    + [f"resilient_train.{name}" for name in ("app.run", "app.command", "zoo.data", "zoo.models", "zoo.objectives")]
+    + [
+        f"resilient_train.{name}"
+        for name in ("command.run", "command.command", "zoo.data", "zoo.models", "zoo.objectives")
+    ]
 )
 
 

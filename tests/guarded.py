@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
-from resilient_train.extensions.drills import Drill
 from resilient_train.ground.reader import MemoryConfig
 from resilient_train.ground.types import Incident
 from resilient_train.loop.guard import Guard
@@ -118,12 +117,6 @@ def mse(model: Any, batch: Any) -> torch.Tensor:
 def often(every: int) -> MemoryConfig:
     """Snapshots after so many updates, however large they are."""
     return MemoryConfig(every=every, keep=4, max_gib=None)
-
-
-def drill_of(*faults: Any) -> Drill:
-    """One that remembers by itself what it has fired."""
-    fired: set[int] = set()
-    return Drill(faults, has_fired=fired.__contains__, fired=lambda number, *_: fired.add(number))
 
 
 def is_finite(model: Any) -> bool:

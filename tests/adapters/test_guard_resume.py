@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from drilled import drill_of
 from group import alone, together
-from guarded import drill_of, mse, often
+from guarded import mse, often
 from guarded import trained as train
 from kills import die_with_checkpoint, incidents, summary
 from torch import Tensor, nn

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import MINE, command, train
+from kills import incidents
 from safetensors.torch import load_file
 
 from resilient_train.command import examine
@@ -248,3 +249,36 @@ def test_parameters_are_what_runs_are_compared_by() -> None:
     there = {"model": "gpt", "recovery": "balanced", "checks.weights.every": 50, "data.train.password": "***"}
     assert there.items() <= params.items()
     assert not params.keys() & {"tracking.uri", "run.name", "hydra.mode"}
+
+
+def test_a_drilled_run_writes_its_incidents_down(run_command: command) -> None:
+    """Exit code 0, one line of incidents.jsonl, and the count in the summary."""
+    learn = ["model=mlp", "data=synthetic", "objective=classification", "accelerate.cpu=true", "tracking=none"]
+    outcome = run_command([*learn, "drill=nan_grad", "run.steps=100", "run.name=drilled"])
+    assert outcome.code == 0, outcome.stderr
+    (told,) = incidents(Path("runs/drilled"))
+    assert (told["step"], told["tick"], told["signal"]) == (50, 50, "nonfinite_grad")
+    assert (told["actions"], told["rewound_to"], told["steps_lost"]) == ([{"remedy": "repeat"}], None, 1)
+    assert told["outcome"] == "recovered"
+    summary = outcome.summary("runs/drilled")
+    assert summary["incidents"] == {"total": 1, "recovered": 1, "by_cause": {told["cause"]: 1}}
+    assert (summary["status"], summary["steps"], summary["ticks"], summary["steps_lost"]) == ("completed", 100, 101, 1)
+    assert "nonfinite_grad" in outcome.stdout
+
+
+def test_evaluation_changes_nothing(run_command: command) -> None:
+    """A run that evaluates every third step ends where one ends that never does, although its rows and dropout draw."""
+    words = [
+        *MINE,
+        "model._target_=user_programs.Jittery",
+        "data.train._target_=user_programs.Augmented",
+        "run.steps=28",
+    ]
+    evaluates = ["data.eval._target_=user_programs.Augmented", "run.eval_every=3"]
+    ended = []
+    for name, more in (("never", []), ("often", evaluates)):
+        outcome = run_command([*words, *more, f"run.name={name}", "data.batch_size=4"])
+        assert outcome.code == 0, outcome.stderr
+        ended.append(outcome.summary(f"runs/{name}"))
+    assert ended[0]["state_sha256"] == ended[1]["state_sha256"]
+    assert ended[1]["eval"]

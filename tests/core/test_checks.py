@@ -1,0 +1,479 @@
+"""The checks of the core: a stream of vitals in, anomalies and limits out."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import random
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import exp, inf, isfinite, nan
+from typing import Any
+
+import pytest
+from cases import core_checks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tables import table
+
+from resilient_train.core.checks import Checks, ChecksConfig, Finding
+from resilient_train.ground.types import NO_LIMIT, Anomaly, Signal, Vitals
+
+Curve = Iterable[tuple[float, float]]
+
+
+class Run:
+    """A run reduced to what the checks see of it: a gate that obeys them, and a place in the data."""
+
+    def __init__(self, config: ChecksConfig | None = None) -> None:
+        self.config = config or core_checks()
+        self.checks = Checks(self.config)
+        self.tick = self.step = self.position = 0
+
+    def attempt(self, loss: float, norm: float = 1.0) -> Finding:
+        """Judge one update; its samples are used up unless it has to be done again."""
+        self.tick += 1
+        loss, norm = (value if abs(value) <= NO_LIMIT else value * inf for value in (loss, norm))  # as a device says it
+        refused = self.refused(loss, norm)
+        self.step += refused is None
+        finding = self.checks.judge(
+            Vitals(self.tick, self.step, refused is None, loss, norm, 1e-3, self.position, self.position + 1, refused)
+        )
+        self.position += not finding.repeat
+        return finding
+
+    def refused(self, loss: float, norm: float) -> Signal | None:
+        if not isfinite(loss):
+            return Signal.NONFINITE_LOSS
+        if not isfinite(norm):
+            return Signal.NONFINITE_GRAD
+        if not loss <= self.checks.limits[0]:
+            return Signal.LOSS_SPIKE
+        return None if norm <= self.checks.limits[1] else Signal.GRAD_SPIKE
+
+    def play(self, curve: Curve) -> Iterator[Finding]:
+        for loss, norm in curve:
+            yield self.attempt(loss, norm)
+
+    def alarms(self, curve: Curve) -> list[Anomaly]:
+        return [finding.anomaly for finding in self.play(curve) if finding.anomaly]
+
+    def rewind(self, anomaly: Anomaly, state: dict[str, Any], step: int) -> None:
+        """Go back because of an anomaly to a step whose statistics are `state`, as a treatment does."""
+        self.checks.require_recovery(anomaly.since, anomaly.step)
+        self.checks.load_state_dict(state)
+        self.checks.rewound(step, anomaly.since)
+        self.step = self.position = step
+
+
+def curve(steps: int, *, seed: int = 0, noise: float = 0.03, low: float = 3.0, high: float = 3.0, at: int = 10**9,
+          over: int = 1) -> list[tuple[float, float]]:  # fmt: skip
+    """Losses that fall to `low`, and from step `at` on climb to `high` in `over` steps."""
+    dice = random.Random(seed)
+    pairs = []
+    for index in range(steps):
+        level = low + 3 * exp(-index / 150) + (high - low) * min(1.0, max(0.0, (index - at + 1) / over))
+        pairs.append((level * (1 + dice.gauss(0, noise)), exp(dice.gauss(0, 0.2))))
+    return pairs
+
+
+def warmed_up(config: ChecksConfig | None = None, steps: int = 400) -> Run:
+    run = Run(config)
+    assert run.alarms(curve(steps)) == []
+    return run
+
+
+# What is found, and when.
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_loss_that_jumps_and_stays(seed: int) -> None:
+    """A jump is an anomaly within eight steps, what came before it stays trusted, and noise before it is none."""
+    first = Run().alarms(curve(1508, seed=seed, high=8.0, at=1500))[0]
+    assert (first.signal, first.landed) == (Signal.LOSS_SPIKE, True)
+    assert 1500 < first.step <= 1508
+    assert 1400 <= first.since <= 1500
+
+
+@pytest.mark.parametrize("signal", [Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH])
+@pytest.mark.parametrize("every", [0, 8])
+def test_what_is_not_finite_is_an_anomaly_at_once(signal: Signal, every: int) -> None:
+    """Nothing landed, so the present state stays trusted, in the first update, too, and with all checks off."""
+    vitals, config = Vitals(7, 3, False, nan, nan, 1e-3, refused=signal, ranks=(1,)), core_checks()
+    config.limit.every = config.jump.every = config.probation.every = every
+    anomaly: Any = Checks(config).judge(vitals).anomaly
+    assert (anomaly.signal, anomaly.step, anomaly.tick, anomaly.since) == (signal, 4, 7, 3)
+    assert (anomaly.landed, anomaly.ranks) == (False, (1,))
+
+
+def test_checks_that_are_off_judge_nothing_that_is_finite() -> None:
+    """No limit, no alarm, no remark, whatever the loss does."""
+    config = core_checks()
+    config.jump.every = config.limit.every = config.probation.every = 0
+    run = Run(config)
+    assert set(run.play([*curve(2000, high=800.0, at=1000), (3.0, 1e30), (1e30, 1.0)])) == {Finding()}
+    assert run.checks.limits == (NO_LIMIT, NO_LIMIT)
+
+
+def test_updates_are_known_further_back_than_snapshots_reach() -> None:
+    """A rewind may go thousands of steps back; checkpoints hold fewer."""
+    run = Run()
+    assert run.alarms((3.0 + 0.01 * (index % 7), 1.0) for index in range(9_000)) == []
+    assert run.checks.loss_at(10) is not None
+    assert len(run.checks.persistent_state()["path"]) == 2048
+
+
+# The limits.
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "signal"), [(60.0, 1.0, None), (3.0, 1000.0, Signal.GRAD_SPIKE), (1e7, 1.0, Signal.LOSS_SPIKE)]
+)
+def test_a_single_odd_update(loss: float, norm: float, signal: Signal | None) -> None:
+    """A loss far outside lands without a word: it does no harm. A thousand times farther out it points at a broken row
+    and is refused, as is a gradient far above the recent ones. The limits stay where they are.
+    """
+    run = warmed_up()
+    limits = run.checks.limits
+    assert 5 < limits[1] < 50
+    finding = run.attempt(loss, norm)
+    found = finding.anomaly and (finding.anomaly.signal, finding.anomaly.landed, finding.anomaly.since, run.step)
+    assert found == (signal and (signal, False, 400, 400))
+    assert signal or finding == Finding()
+    assert run.checks.limits == limits
+
+
+def test_a_norm_that_was_ordinary_once_lands() -> None:
+    """Rows known by heart leave no gradient; then a hard row is no spike."""
+    run = Run()
+    assert run.alarms([(3.0, 1.0)] * 200 + [(0.01, 0.02)] * 500 + [(3.0, 0.9)]) == []
+    assert run.alarms([(0.01, 50.0)])[0].signal is Signal.GRAD_SPIKE
+
+
+@pytest.mark.parametrize("rewinds", [False, True])
+def test_a_new_regime_of_gradients_is_given_way_to(rewinds: bool) -> None:
+    """Several different updates above the limit in a row are usual from now on: the last is repeated and lands.
+
+    Refusals are remembered across rewinds, so that a rewind at each of them does not fight a regime for ever.
+    """
+    run, findings = warmed_up(), []
+    state = run.checks.state_dict()
+    for index in range(6):
+        if rewinds:
+            run.checks.load_state_dict(copy.deepcopy(state))
+        findings.append(run.attempt(3.0, 1000.0 + index))
+    assert [finding.repeat for finding in findings] == [False] * 5 + [True]
+    assert findings[-1].anomaly is None
+    assert run.alarms([(3.0, 1000.0 + index) for index in range(5, 100)]) == []
+
+
+def test_most_of_the_recent_updates_refused_are_a_new_regime_too() -> None:
+    """Ordinary updates in between do not keep the limit where it is; one update tried again and again is no regime."""
+    assert any(finding.repeat for finding in warmed_up().play([(3.0, 1000.0), (3.0, 1.0)] * 6))
+    run = warmed_up()
+    for _ in range(50):
+        assert run.attempt(3.0, 1000.0).anomaly is not None
+        run.position -= 1
+
+
+def test_refused_updates_whose_loss_is_out_of_range_mean_damage() -> None:
+    """Weights gone bad refuse every update; that is no outlier, and the state is not trusted any more."""
+    run = warmed_up()
+    found = run.alarms([(1e9 + index, 1e9) for index in range(5)])
+    assert [anomaly.signal for anomaly in found[:4]] == [Signal.LOSS_SPIKE] * 4
+    assert not found[0].landed
+    assert found[4].landed
+    assert 380 <= found[4].since < 400
+
+
+# Changes that were declared, and those that were not.
+
+
+@pytest.mark.parametrize("told", ["in the configuration", "by the schedule"])
+def test_a_declared_change_is_no_alarm(told: str) -> None:
+    """Around a declared step nothing is refused, and what is usual is learned again."""
+    config = core_checks()
+    if told == "in the configuration":
+        config.expect = [1000]
+    run = Run(config)
+    if told == "by the schedule":
+        run.checks.expect(1000)
+    pairs = curve(3000, high=8.0, at=1000)
+    pairs[999] = (pairs[999][0], 1e4)
+    assert run.alarms(pairs[:1000]) == []
+    assert run.checks.limits == (NO_LIMIT, NO_LIMIT)
+    assert run.alarms(pairs[1000:]) == []
+    assert run.alarms((loss * 2.5, norm) for loss, norm in pairs[2000:2020])[0].signal is Signal.LOSS_SPIKE
+
+
+def test_a_change_nobody_undid_is_told_once_and_never_becomes_usual() -> None:
+    """Without rewinds: one alarm, then peace, and nothing is learned from the new level, however long it lasts."""
+    run = warmed_up()
+    assert len(run.alarms(curve(1000, high=6.0, at=600)[400:])) == 1
+    level, limits = run.checks.state_dict()["level"], run.checks.limits
+    assert max(level["losses"]) < 4.5
+    resume(run)  # a next process is not alarmed again either
+    assert run.alarms((loss, norm) for loss, norm in curve(3000, seed=1, low=6.0)[400:]) == []
+    assert run.checks.state_dict()["level"] == level
+    assert run.checks.limits == limits
+    assert run.checks.episode.is_open
+
+
+def test_a_change_that_was_told_and_went_away_is_told_again_when_it_returns() -> None:
+    """The probation ends once the loss was back for a window, not for half of it; the next rise is an alarm again."""
+    run = warmed_up()
+    up, down = curve(500, seed=2, low=6.0)[400:], curve(500, seed=1)[400:]
+    assert len(run.alarms(up)) == 1
+    half = run.checks.config.probation.window // 2
+    assert run.alarms(down[:half]) == []
+    assert run.checks.episode.is_open
+    assert run.alarms(down[half:]) == []
+    assert not run.checks.episode.is_open
+    assert len(run.alarms(up)) == 1
+
+
+def test_a_change_that_was_declared_becomes_usual() -> None:
+    """Also behind an alarm: what is said to change on purpose is learned again, and the next jump is seen again."""
+    run = warmed_up()
+    assert len(run.alarms([(6.0, 1.0)] * 50)) == 1
+    run.checks.expect(run.step + 1)
+    assert run.alarms(curve(800, seed=1, low=6.0)[400:]) == []
+    assert not run.checks.episode.is_open
+    (alarm,) = run.alarms((loss * 2, norm) for loss, norm in curve(20, seed=2, low=6.0))
+    assert alarm.signal is Signal.LOSS_SPIKE
+
+
+@pytest.mark.parametrize(("losses", "median"), [([3.2, inf, nan], 3.2), ([nan, 9.0, 3.2], 9.0), ([nan, inf, nan], inf)])
+def test_how_far_the_loss_is_off_is_said_by_losses_that_are_finite(losses: list[float], median: float) -> None:
+    """A single NaN, as of a refused update, does not cut the rate to a hundredth."""
+    run = warmed_up()
+    run.checks.require_recovery(run.step, run.step + 1)
+    for loss in losses:
+        run.attempt(loss)
+    reference: Any = run.checks.episode.reference
+    assert run.checks.loss_excess() == pytest.approx(reference.excess(median))
+
+
+@pytest.mark.parametrize("climb", [0.0, 0.05])
+def test_what_rewinds_cannot_undo_is_an_alarm_each_time(climb: float) -> None:
+    """With a rewind at every alarm the level, or a climb, is never taken for usual: to end that is for the policy."""
+    run = Run()
+    pairs = curve(700, high=6.0, at=600)
+    pairs[600:] = [(loss * (1 + climb) ** index, norm) for index, (loss, norm) in enumerate(pairs[600:])]
+    assert run.alarms(pairs[:550]) == []
+    state, alarms = run.checks.state_dict(), []
+    for _ in range(20):
+        found = next(finding.anomaly for finding in run.play(pairs[run.step :]) if finding.anomaly)
+        alarms.append(found)
+        run.rewind(found, copy.deepcopy(state), 550)
+    assert {one.signal for one in alarms} <= {Signal.LOSS_SPIKE, Signal.NOT_RECOVERED}
+    assert all(600 < one.step <= 613 for one in alarms), "none of them is later than the first look behind the jump"
+    reference: Any = run.checks.episode.reference
+    assert reference.level == pytest.approx(3.07, abs=0.1)
+    assert reference.step <= 600
+
+
+@table(
+    ("first", "high", "seen_after"),
+    {
+        "twelve losses are enough": ([3.0] * 12, 9.1, 5),
+        "eleven are not": ([3.0] * 11, 9.1, None),
+        "above them by seven tenths of their size": ([3.0] * 40, 5.2, 5),
+        "by less": ([3.0] * 40, 5.0, None),
+        "as high as the first, but far above all of the last": ([9.0, *[3.0] * 39], 9.1, 5),
+        "little above the last": ([3.0 * 0.95**index for index in range(40)], 0.9, None),
+        "above where it began": ([3.0 * 0.95**index for index in range(40)], 4.0, 5),
+        "a climb from near zero": ([0.01 * (1 + index) for index in range(40)], 0.41, None),
+    },
+)
+def test_a_young_run_is_judged_by_its_last_losses(first: list[float], high: float, seen_after: int | None) -> None:
+    """Before the range is known, losses far above the last dozen are a jump, as soon as most of a few are such."""
+    config = core_checks()
+    config.limit.every = 0
+    run = Run(config)
+    assert run.alarms((loss, 1.0) for loss in first) == []
+    alarms = run.alarms([(high, 1.0)] * 8)
+    assert [(one.signal, one.step) for one in alarms] == (
+        [(Signal.LOSS_SPIKE, len(first) + seen_after)] if seen_after else []
+    )
+    assert all(one.since <= len(first) for one in alarms)
+
+
+# Whatever comes.
+
+ODD = st.sampled_from([nan, inf, -inf, 1e38, -1e38, 1e300, 0.0, -0.0, 1e-300])
+NUMBERS = st.one_of(st.floats(-10, 10), ODD)
+PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=150)
+QUICK = settings(max_examples=30, deadline=None)
+
+
+def eager() -> ChecksConfig:
+    """Checks that judge after a few updates."""
+    config = core_checks()
+    config.jump.warmup, config.limit.warmup, config.jump.window, config.limit.window = 8, 2, 16, 8
+    config.jump.every = config.limit.every = 1
+    return config
+
+
+@QUICK
+@given(PAIRS)
+def test_nothing_makes_the_checks_fall_over(pairs: list[tuple[float, float]]) -> None:
+    """Whatever is measured, limits stay finite and exact in float32, and a repeated update lands."""
+    run = Run(eager())
+    for loss, norm in pairs:
+        finding = run.attempt(loss, norm)
+        assert all(isfinite(one) and struct.unpack("f", struct.pack("f", one))[0] == one for one in run.checks.limits)
+        if finding.repeat:
+            assert run.refused(loss, norm) is None
+        json.dumps(run.checks.state_dict(), allow_nan=False)
+
+
+@QUICK
+@given(PAIRS, st.integers(0, 10**6))
+def test_what_is_not_finite_leaves_no_trace(pairs: list[tuple[float, float]], seed: int) -> None:
+    """The same verdicts and limits follow, whether or not refused NaN and infinities lie between the updates."""
+    dice = random.Random(seed)
+    plain, disturbed = Run(eager()), Run(eager())
+    for loss, norm in pairs:
+        while dice.random() < 0.3:
+            assert disturbed.attempt(dice.choice([nan, inf, -inf]), dice.choice([nan, inf, 1.0])).anomaly is not None
+            disturbed.position -= 1
+        expected, found = plain.attempt(loss, norm), disturbed.attempt(loss, norm)
+        assert _without_ticks(found) == _without_ticks(expected)
+        assert disturbed.checks.limits == plain.checks.limits
+
+
+def _without_ticks(finding: Finding) -> Finding:
+    anomaly = finding.anomaly
+    return replace(finding, anomaly=anomaly and replace(anomaly, tick=0))
+
+
+@QUICK
+@given(st.lists(st.floats(1e3, 1e30), max_size=5))
+def test_refused_values_never_enter_the_statistics(norms: list[float]) -> None:
+    """Up to the number that makes a regime, refused gradients leave everything as it was, whatever the loss."""
+    run = warmed_up(steps=100)
+    before, path = run.checks.state_dict(), run.checks.persistent_state()["path"]
+    for number, norm in enumerate(norms):
+        assert run.attempt(3.0 - number % 2, norm).anomaly is not None
+    assert run.checks.state_dict() == before
+    assert run.checks.persistent_state()["path"] == path
+
+
+@pytest.mark.parametrize(
+    ("rise", "noise", "told_after"),
+    [
+        (1.0, 0.03, None),  # as before the trouble
+        (0.95, 0.03, None),  # better
+        (1.01, 0.001, None),  # a little worse, which is no damage
+        (1.1, 0.03, 12),
+        (1.15, 0.10, 50),
+        (2.0, 0.10, 12),
+    ],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_whether_a_rewind_has_helped(rise: float, noise: float, told_after: int | None, seed: int) -> None:
+    """A loss that stays worse than it was where the run went back to is an anomaly since then, else all is over."""
+    run, dice = warmed_up(), random.Random(seed)
+    list(run.play(curve(100, seed=99, noise=noise)[50:]))
+    list(run.play((3.0 * (1 + dice.gauss(0, noise)), 1.0) for _ in range(100)))
+    since = run.step
+    run.rewind(Anomaly(Signal.DIVERGENCE, since, run.tick, since), run.checks.state_dict(), since)
+    found = run.alarms((3.0 * rise * (1 + dice.gauss(0, noise)), 1.0) for _ in range(59))
+    assert run.checks.episode.is_open == bool(found) == (told_after is not None)
+    for first in found[:1]:
+        assert told_after is not None
+        assert first.step - since <= told_after
+        assert (first.signal, first.since) == (Signal.NOT_RECOVERED, since) or first.signal is Signal.LOSS_SPIKE
+
+
+@functools.cache
+def five_hundred(seed: int) -> tuple[Run, list[dict[str, Any]]]:
+    """A healthy run of 500 updates, and what was learned before each of them and at the end."""
+    run, states = Run(), []
+    for pair in curve(500, seed=seed):
+        states.append(copy.deepcopy(run.checks.state_dict()))
+        assert run.attempt(*pair).anomaly is None
+    return run, [*states, run.checks.state_dict()]
+
+
+def way_back(back_to: int, *, seed: int, rise: float = 1.0) -> tuple[Run, list[Anomaly]]:
+    """Damage is noticed at step 500, and the way from `back_to` is made again: returns the anomalies on it.
+
+    Behind step 500 losses are `rise` times what they were.
+    """
+    healthy, states = five_hundred(seed)
+    run = copy.deepcopy(healthy)
+    run.rewind(Anomaly(Signal.DIVERGENCE, 500, run.tick, 490), states[back_to], back_to)
+    pairs = curve(580, seed=seed + 9)
+    pairs[500:] = [(loss * rise, norm) for loss, norm in pairs[500:]]
+    return run, run.alarms(pairs[back_to:])
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("back_to", [0, 1, 10, 50, 200, 489])
+def test_the_way_back_after_a_deep_rewind_may_start_higher(back_to: int, seed: int) -> None:
+    """Losses as high as they were on the way are no alarm, and the run is back a window behind where it had been."""
+    run, alarms = way_back(back_to, seed=seed)
+    assert (alarms, run.step) == ([], 580)
+    assert not run.checks.episode.is_open
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("back_to", [10, 50, 200])
+def test_a_deep_rewind_that_has_not_helped(back_to: int, seed: int) -> None:
+    """An anomaly since the place that the run went back to: nothing that it has done from there on counts.
+
+    After a second rewind to the same place healthy losses may start higher as well.
+    """
+    run, alarms = way_back(back_to, rise=1.15, seed=seed)
+    first = alarms[0]
+    assert (first.signal, first.since, first.landed) == (Signal.NOT_RECOVERED, back_to, True)
+    assert 500 < first.step <= 550
+    run.rewind(first, five_hundred(seed)[1][back_to], back_to)
+    assert run.alarms(curve(580, seed=10 + seed)[back_to:]) == []
+    assert not run.checks.episode.is_open
+
+
+def resume(run: Run) -> None:
+    """Continue with the checks of a process that has loaded all their state."""
+    before, run.checks = run.checks, Checks(run.config)
+    resumed = run.checks
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    resumed.load_persistent_state(json.loads(json.dumps(before.persistent_state())))
+    resumed.episode.load_persistent_state(json.loads(json.dumps(before.episode.persistent_state())))
+
+
+def test_a_new_regime_is_learned_as_a_new_run_is() -> None:
+    """The limit of losses returns, and an absurd norm among the first ones is left out again."""
+    run = warmed_up()
+    run.checks.level.lift_limit()
+    assert run.checks.limits[0] == NO_LIMIT
+    assert run.alarms(curve(480)[400:]) == []
+    assert run.checks.limits[0] < NO_LIMIT
+    (limit := run.checks.grad_limit).forget()
+    for norm in (1e12, *[1.0] * 40):
+        limit.learn(norm)
+    assert limit.limit == 10.0
+
+
+def test_the_bound_of_a_rewind_holds_after_a_resume_too() -> None:
+    """Until there are enough norms again, no norm is accepted that is far above those before the rewind."""
+    run = warmed_up()
+    state = Run().checks.state_dict()
+    run.checks.load_state_dict(state)
+    run.checks.rewound(0, 400)
+    run.alarms(curve(6))
+    bounded = run.checks.limits
+    resume(run)
+    assert run.attempt(*curve(7)[6]).anomaly is None
+    assert run.checks.limits[1] == bounded[1]
+
+
+def test_a_descent_that_is_behind_does_not_blind_the_jump() -> None:
+    """Two hundred steps into a run the losses it began with no longer stretch what counts as usual."""
+    run = Run()
+    assert run.alarms(curve(200)) == []
+    assert len(run.alarms((loss + 2.5, norm) for loss, norm in curve(210)[200:])) == 1

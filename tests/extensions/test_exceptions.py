@@ -1,0 +1,255 @@
+"""Exceptions that every batch raises are bugs, which end the run; test_scenarios.py has those that only some raise."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from group import agreed
+from guarded import SKIP, At, Net, accused, adamw, cross_entropy, guarded, handed_over, is_finite, rows, trained
+from pairs import Pair
+from tasks import BAD, NARROWS, READ, VOLUMES, Ends, Readings, Running, Scenario, inverted, narrowing, readings, squared
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from resilient_train.data.trees import weights_sha256
+from resilient_train.extensions.diagnosis.verdict import TRANSIENT
+from resilient_train.extensions.quarantine import RowsLeftOut
+from resilient_train.ground.errors import GaveUp, TrainError
+from resilient_train.ground.types import fact
+from resilient_train.loop.guard import Guard
+
+
+def run(loss: Any = squared, bad: tuple[int, ...] = (), **guard: Any) -> Running:
+    return Running(Scenario(READ._replace(loss=loss, data=lambda: readings(bad)), Ends(), guard=guard))
+
+
+def test_a_run_without_a_directory_says_once_how_it_ended(info: pytest.LogCaptureFixture) -> None:
+    """What was raised and where, what to change, and what is still active."""
+    run(bad=BAD).train()
+    messages = [one.getMessage() for one in info.records]
+    assert "RuntimeError: index 7 is out of bounds" in info.text
+    assert "tasks.py:" in info.text, "the line of the user's that raised"
+    (verdict,) = (one for one in messages if one.startswith("Recovered: "))
+    after = messages[messages.index(verdict) + 1 :]
+    assert "2 incidents (2 data)" in verdict
+    assert after[0].startswith(f"to change: Fix or remove rows {BAD[0]} and {BAD[1]}: their incidents say why")
+    assert any(one.startswith("still active at the end: ") and "in quarantine" in one for one in after)
+    assert after[-1].startswith("nothing of this is written: with run_dir")
+
+
+class Raising:
+    """An objective that raises in one of its calls, counted from 1, and in all from that one on."""
+
+    def __init__(self, error: BaseException, at: int) -> None:
+        self.error, self.at, self.calls = error, at, 0
+
+    def __call__(self, model: Any, batch: Any) -> Tensor:
+        self.calls += 1
+        if self.calls >= self.at:
+            raise self.error
+        return squared(model, batch)
+
+
+@pytest.mark.parametrize("after", [0, 7])
+def test_what_every_batch_raises_is_a_bug(after: int) -> None:
+    """It ends the run with its own traceback, which says what was tried if an update has landed."""
+    broken = Raising(KeyError("the bug"), after + 1)
+    with pytest.raises(KeyError, match="the bug") as raised:
+        run(broken).train()
+    assert broken.calls == after + (6 if after else 5)
+    assert any("raise as well" in note for note in getattr(raised.value, "__notes__", [])) == bool(after)
+
+
+@pytest.mark.parametrize("policy", ["off", "observe"])
+def test_a_policy_without_remedies_lets_exceptions_pass(policy: str) -> None:
+    """Nothing would be done about them: the run ends as a plain loop does."""
+    with pytest.raises(RuntimeError, match="index 7 is out of bounds"):
+        run(bad=BAD, recovery=policy).train()
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0.")]
+)
+def test_requests_to_end_and_lost_connections_are_no_anomalies(error: BaseException) -> None:
+    """They pass at once: other batches would wait for a rank that is gone, and it is no bug of the loss."""
+    objective = Raising(error, 7)
+    with pytest.raises(type(error)) as raised:
+        run(objective).train()
+    assert objective.calls == 7
+    assert not getattr(raised.value, "__notes__", [])
+
+
+@pytest.mark.parametrize(
+    ("recovery", "objective", "error", "facts"),
+    [
+        ("conservative", narrowing, "ValueError", ["raised"]),  # it has no patch
+        ("balanced", inverted, "_LinAlgError", ["batches_raise"]),  # no patch has a value; noticed an update later
+    ],
+)
+def test_what_no_patch_mends_in_every_batch_ends_the_run(
+    recovery: str, objective: Any, error: str, facts: list[str]
+) -> None:
+    made = Running(Scenario(NARROWS._replace(loss=objective), Ends(), guard={"recovery": recovery}))
+    with pytest.raises(Exception, match=r"GreaterThan|singular") as raised:
+        made.train()
+    assert type(raised.value).__name__ == error
+    assert any("raise as well" in note for note in raised.value.__notes__)
+    assert [one.diagnosis.advice[0]["fact"] for one in made.guard.incidents] == facts
+
+
+def test_what_is_only_skipped_is_one_incident_with_a_count() -> None:
+    """Rows that break a line without a source, under a policy that skips."""
+    guard = Running(Scenario(VOLUMES, Ends(), guard={"recovery": "skip"})).train().guard
+    (skipped,) = guard.incidents
+    assert [one.remedy for one in skipped.decision.actions] == ["skip"]
+    assert skipped.further == len(skipped.again) == guard.clock.tick - guard.clock.step - 1 >= 12
+
+
+def twice(model: Any, batch: Any) -> Tensor:
+    """Two forwards: some rows raise before both, some between them, and some in the second."""
+    x, sensors, _ = batch
+    if 8 in sensors:
+        raise ValueError("before")
+    with torch.no_grad():
+        model(x, sensors.clamp(max=4))
+    if 9 in sensors:
+        raise ValueError("between")
+    return squared(model, batch)
+
+
+WHERE = torch.tensor([7, 8, 9])
+
+
+def accumulated(bad: list[int]) -> tuple[list[int], str]:
+    torch.manual_seed(0)
+    data, accelerator = readings(), Accelerator(cpu=True, gradient_accumulation_steps=2)
+    data.tensors[1][bad] = WHERE
+    model = accelerator.prepare(Readings())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = Guard(accelerator, model, optimizer, data=data, batch_size=16, steps=12, objective=twice, shuffle=False)
+    trained(guard).settle()
+    return accused(guard.incidents), weights_sha256(guard.state)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ranks_broadcast_alike_in_every_micro_batch(number: int) -> None:
+    """Forwards broadcast by what the last one, with or without a reduction, has left: no rank waits for another."""
+    bad = [64 * update + 32 * number + 16 for update in (1, 2, 3)]  # of rank 1
+    assert agreed(2, accumulated, bad)[0] == bad
+
+
+# Updates whose loss the loop hands over, and guards with an objective.
+
+
+def test_a_loop_of_its_own_with_an_objective_is_replayed() -> None:
+    """The objective is only for diagnosis. Batches of a loader cannot be fetched again, and need not be."""
+    accelerator, model = Accelerator(cpu=True), Net()
+    guard = Guard(accelerator, accelerator.prepare(model), adamw(model), data=DataLoader(rows(), batch_size=8),  # type: ignore[arg-type]
+                  objective=cross_entropy, recovery=SKIP)  # fmt: skip
+    (incident,) = handed_over(guard, At("loss", 20), 30).incidents
+    assert (str(incident.diagnosis.cause), incident.diagnosis.advice) == ("transient", TRANSIENT.advice)
+
+
+def test_losses_in_turn_have_no_objective() -> None:
+    made = Pair(Accelerator(cpu=True), "actor")
+    guard = made.guard(steps=9, objective=lambda model, batch: model(batch))
+    loss = made.backward("critic", next(guard.batches()))
+    with pytest.raises(TrainError, match="leave out objective="):
+        guard.update(loss, optimizer=made.optimizers["critic"])
+
+
+def test_a_scale_that_collapses_is_an_incident() -> None:
+    """Gradients that overflow at every scale do not loop in silence: the run ends, and says why.
+
+    Of a loss that is handed over nothing can be replayed.
+    """
+    torch.manual_seed(0)
+    accelerator, model = Accelerator(cpu=True), Net()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=10**6)
+    guard = Guard(accelerator, accelerator.prepare(model), adamw(model), data=rows(), batch_size=8)
+    with pytest.raises(GaveUp):
+        handed_over(guard, At("gradient", *range(10, 2000)), 60)
+    assert {str(incident.anomaly.signal) for incident in guard.incidents} == {"scale_collapse"}
+    assert guard.clock.tick < 200
+
+
+def test_rows_that_end_the_process_are_put_away_within_the_budget() -> None:
+    guard = guarded(adamw, At("none"), recovery={**SKIP, "budget": {"rows": 1}})
+    for row in (5, 6):
+        guard._parts.leave_out([row], fact("died_twice", rows=[row]), row)
+    assert sorted(guard._controls.extension(RowsLeftOut).rows) == [5]
+
+
+def length(model: Any, batch: Any) -> Any:
+    """Bring the length of outputs to a value; at zero it has no slope."""
+    return ((model(batch[0]).pow(2).sum(1).sqrt() - batch[1]) ** 2).mean()
+
+
+def length_with_anomaly_mode(model: Any, batch: Any) -> Any:
+    torch.autograd.set_detect_anomaly(True)
+    return length(model, batch)
+
+
+def length_around_backward(model: Any, batch: Any) -> Any:
+    """Leave the mode on with its check, as a context around forward and backward has it."""
+    torch.autograd.set_detect_anomaly(True, check_nan=True).__enter__()
+    return length(model, batch)
+
+
+@pytest.mark.parametrize("where", ["in the objective", "handed over", "in the loop"])
+def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
+    where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its NaN is a refused update, diagnosed where that is possible; the mode stays on, once called costly."""
+    monkeypatch.setattr(logging.getLogger("resilient_train"), "propagate", True)
+    torch.manual_seed(0)
+    data = [(torch.randn(4) * (row != 20), torch.ones(())) for row in range(64)]
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 3, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    objective = {"in the objective": length_with_anomaly_mode}.get(where)
+    guard = Guard(accelerator, model, optimizer, data=data, batch_size=8, objective=objective, shuffle=False)
+    with torch.autograd.set_detect_anomaly(True):
+        if objective is None:
+            handed_over(guard, length_around_backward if where == "in the loop" else length, 30)
+        else:
+            trained(guard, 30)
+        assert torch.is_anomaly_enabled()
+        assert torch.is_anomaly_check_nan_enabled()
+        guard.close()
+    assert guard.clock.step == 30
+    assert is_finite(guard.state.model)
+    found = guard.incidents[0]
+    assert found.anomaly.signal == "nonfinite_grad"
+    if objective is not None:
+        assert found.diagnosis.cause == "operation"
+        assert found.diagnosis.culprit is not None
+        assert (found.diagnosis.culprit.op, found.diagnosis.culprit.file) == ("sqrt", __file__)
+    assert sum("anomaly mode is on" in one.getMessage() for one in caplog.records) == 1
+
+
+def test_ordinary_rows_that_do_it_again_and_again_are_put_aside() -> None:
+    """With each of them a whole batch was lost in every epoch, for the rest of the run. Not the first times."""
+    bad, numbers = (40, 171), torch.Generator().manual_seed(1)
+    x, groups = torch.randn(256, 4, generator=numbers), torch.randint(5, (256,), generator=numbers)
+    groups[list(bad)] = 7  # no measure, and so not compared with that of other rows
+
+    def objective(model: Any, batch: Any) -> torch.Tensor:
+        weights = torch.where(batch[1] == 7, 1e6, 1.0)
+        loss: torch.Tensor = (weights * (model(batch[0])[:, 0] - batch[2]).square()).mean()
+        return loss
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    data = torch.utils.data.TensorDataset(x, groups, x.sum(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = Guard(None, model, optimizer, data=data, batch_size=16, steps=120, objective=objective)
+    trained(guard).settle()
+    quarantined = [one for one in guard.incidents if one.decision.actions[0].remedy == "quarantine"]
+    assert {*accused(quarantined)} == set(bad)
+    assert all(one.anomaly.step > 32 and one.diagnosis.advice[0]["fact"] == "rows_again" for one in quarantined)
+    assert guard.clock.tick - guard.clock.step <= 4 * len(bad)

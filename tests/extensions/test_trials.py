@@ -1,0 +1,478 @@
+"""Trials: remedies are tried from one state on the same samples; the best is applied, or nothing has happened."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+import re
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from group import agreed, alone
+from guarded import trained as train
+from kills import incidents, summary
+from panels import Panel
+from stories import incident as any_incident
+from test_state import Bench
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from resilient_train.core.policy import Budget
+from resilient_train.data.trees import state_sha256, weights_sha256
+from resilient_train.durable.run_history import as_line, from_line
+from resilient_train.extensions.checks.config import NoProgressConfig
+from resilient_train.extensions.checks.rate import NoProgress
+from resilient_train.extensions.trials import Trials, travelled
+from resilient_train.extensions.trials.arithmetic import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
+from resilient_train.ground.reader import DiskConfig
+from resilient_train.ground.types import Action, Signal, Tried, Vitals
+from resilient_train.ground.wording import describe
+from resilient_train.loop.guard import Guard
+from resilient_train.loop.settings import named as checks_named
+
+WIDTH, LETTERS, CONTEXT = 6, 16, 4
+
+
+def cut(factor: float) -> tuple[Action, ...]:
+    return (Action("lower_lr", {"factor": factor}),)
+
+
+SKIP, QUARANTINE = (Action("skip"),), (Action("quarantine"),)
+
+
+def arm(actions: Sequence[Action], anomalies: int, *losses: float) -> Arm:
+    return Arm(tuple(actions), anomalies, losses)
+
+
+# ------------------------------------------------------------------------------------------------------ the decision
+
+
+@pytest.mark.parametrize(
+    ("arms", "best"),
+    [
+        ([arm(SKIP, 3, 1.0, 1.1), arm(QUARANTINE, 0, 2.0, 2.1)], 1),  # anomalies come first
+        ([arm(SKIP, 0, 1.0, 1.1), arm(QUARANTINE, 0, 1.0, 1.1)], 0),  # equal: the mildest
+        ([arm(SKIP, 0, 1.00, 1.10), arm(QUARANTINE, 0, 0.999, 1.101)], 0),  # within noise as well
+        ([arm(SKIP, 0, 1.0, 1.1), arm(QUARANTINE, 0, 0.5, 0.6)], 1),
+        ([arm(SKIP, 0, *[1.0] * 15, 90.0), arm(QUARANTINE, 0, *[0.9] * 16)], 1),  # all 16 gain
+        ([arm(SKIP, 0, *[1.0] * 15, 90.0), arm(QUARANTINE, 0, *[0.9] * 8, *[1.1] * 8)], 0),
+        ([arm(SKIP, 0, math.inf, 1.0), arm(QUARANTINE, 0, 2.0, 2.0)], 1),
+        ([arm(SKIP, 0, math.nan, 1.0), arm(QUARANTINE, 0, math.inf, 2.0)], 0),
+    ],
+)
+def test_the_arm_with_the_fewest_anomalies_then_the_lowest_loss_is_chosen(arms: list[Arm], best: int) -> None:
+    """Of arms that are equal within noise it is the mildest."""
+    assert best_arm(arms) == best
+
+
+@pytest.mark.parametrize(
+    ("losses", "place"),
+    [
+        ([3.0, 3.1, 3.2], 0),
+        ([3.0, 2.5, 3.2], 1),
+        ([3.0, 2.5, 2.4], 2),
+        ([3.0, 2.5, 2.49], 1),  # equal within noise: the higher rate
+        ([3.0, 2.99, 3.2], 0),  # no more than noise
+        ([math.inf, 2.5, 2.6], 1),
+    ],
+)
+def test_a_race_is_won_by_the_rate_with_the_lowest_loss(losses: list[float], place: int) -> None:
+    """If no rate is clearly ahead of the run, none wins."""
+    arms = [arm(actions, 0, loss, loss) for actions, loss in zip([(), cut(0.1), cut(0.03)], losses, strict=True)]
+    assert fastest(arms) == place
+
+
+@pytest.mark.parametrize(
+    ("now", "control", "lower", "is_held"),
+    [
+        (3.0, 3.1, 2.5, True),
+        (24.0, 4.9, 0.2, True),  # the present rate never learned, so it is not its age that the lower one is ahead by
+        (24.0, 4.9, 4.0, False),  # neither did
+        (3.0, 2.0, 2.0, False),  # ahead of the run because it is younger, as the present rate is
+        (3.0, 2.0, 1.5, False),  # age explains more than the rate does
+        (3.0, 2.8, 2.4, True),
+        (math.inf, 2.8, 2.4, True),
+        (3.0, math.inf, 2.4, True),
+        (3.0, 3.0, math.inf, False),
+    ],
+)
+def test_a_lower_rate_has_to_beat_the_present_one_from_the_same_state(
+    now: float, control: float, lower: float, is_held: bool
+) -> None:
+    """By more than what that state is ahead of the run. It began with a loss of 4."""
+    given = [arm(actions, 0, loss, loss) for actions, loss in ((cut(0.1), lower), ((), control), ((), now))]
+    assert holds(given[0], given[1], given[2], 4.0) is is_held
+
+
+def test_a_race_may_be_won_late_or_end_early() -> None:
+    """A rate as old as the run has to be far below it: by two fifths. A healthy plateau costs one arm."""
+    now, behind, close = arm((), 0, 2.0, 2.1), arm(cut(0.1), 0, 2.5, 2.5), arm(cut(0.1), 0, 2.05, 2.05)
+    far = {(1.0, 1.1, 0): True, (1.0, 1.1, 1): False, (1.4, 1.5, 0): False, (math.nan, 1.0, 0): False}
+    for (*losses, anomalies), is_far in far.items():
+        assert is_ahead(arm(cut(0.1), int(anomalies), *losses), now, 4.0) is is_far
+    slightly = arm(cut(0.1), 0, 1.8, 1.9)
+    assert is_ahead(slightly, now, 2.1)  # the run has learned nothing since it began there, and this has
+    assert not is_ahead(slightly, now, 1.9)  # neither has
+    tries_more = [may_win(arms, 3.0) for arms in ([now], [now, behind], [now, close], [now, close, close])]
+    assert tries_more == [True, False, True, False]
+    assert [may_win([now, behind, behind], first) for first in (0.6, 0.75)] == [True, False]  # far above the first
+    lost = arm(cut(0.1), 0, 2.8, 2.9)
+    assert [on_its_way(arms, 4.0) for arms in ([now], [now, lost, behind], [now, close, lost])] == [0, 2, 1]
+    assert on_its_way([now, behind], 2.5) == 0  # the run has come as little
+
+
+CHECK = NoProgressConfig(every=64, window=1024, share=0.45, travel=0.4)
+
+
+def looks(losses: Sequence[float], travelled: float = 0.1) -> list[int]:
+    """At which steps the check asks for a trial, if the weights move so far."""
+    check, found = NoProgress(CHECK), []
+    for step, loss in enumerate(losses, start=1):
+        check.landed(step, Vitals(step, step, True, loss, 1.0, 1e-3), lambda until: None, is_learned=True)
+        if check.asks(step, lambda: travelled):
+            found.append(step)
+            check.tried(step, is_tried=True)
+    return found
+
+
+def test_the_check_asks_where_the_loss_stands_near_its_beginning() -> None:
+    """Each time after twice as many updates; once it has fallen far, or falls, only where the weights do not settle."""
+    wave = [0.05 * math.sin(step) for step in range(600)]
+    assert looks([4.8, *(3.3 + one for one in wave)]) == [64, 128, 256, 512]
+    assert looks([4.8, 40.0, 60.0, *(3.3 + one for one in wave)]) == [64, 128, 256, 512]  # thrown up for a moment
+    assert looks([4.8, 40.0, 9.0, *(4.1 - 0.001 * step for step in range(100))]) == [64]  # and falls ever since
+    assert looks([4.8 - 0.003 * step + one for step, one in enumerate(wave)]) == []
+    assert looks([4.8, *(0.3 + one for one in wave)]) == []
+    assert looks([4.8, *(0.3 + one for one in wave)], travelled=0.5) == [64, 128, 256, 512]  # but settles nowhere
+    falling = [4.8 - 0.003 * step + one for step, one in enumerate(wave)]
+    assert looks(falling, travelled=0.5) == [128, 256, 512]  # and settles nowhere: at 64 that is ordinary
+    assert looks(falling, travelled=0.3) == []
+    panel = Panel(checks_named("default"))
+    for step in range(1, 201):
+        panel.checks.judge(Vitals(step, step, True, 3.0, 1.0, 1e-3))
+    assert panel.no_progress.asks(200, lambda: 0.0)
+    panel.checks.more_is_trained(100)
+    assert not panel.no_progress.asks(200, lambda: 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------- the whole run
+
+
+def text() -> TensorDataset:
+    """A chain of letters, each of which determines the next one, most of the time."""
+    numbers = torch.Generator().manual_seed(2)
+    following = torch.randperm(LETTERS, generator=numbers)
+    letters = [0]
+    for draw in torch.rand(4000, generator=numbers).tolist():
+        letters.append(int(following[letters[-1]]) if draw < 0.8 else int(1000 * draw) % LETTERS)
+    return TensorDataset(torch.tensor(letters).unfold(0, CONTEXT + 1, CONTEXT))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters, self.mixed = nn.Embedding(LETTERS, 16), nn.Linear(16, 32)
+        self.head = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, LETTERS))
+
+    def forward(self, letters: Tensor) -> Tensor:
+        scores: Tensor = self.head(torch.relu(self.mixed(self.letters(letters))))
+        return scores
+
+
+def next_letter(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten())
+
+
+def guard_of(model: nn.Module, optimizer: Any, **given: Any) -> Guard:
+    accelerator = Accelerator(cpu=True)
+    return Guard(accelerator, *accelerator.prepare(model, optimizer), clip=1.0, **given)
+
+
+def language(lr: float, steps: int = 150, recovery: Any = "balanced", optimizer: Any = None, **more: Any) -> Guard:
+    torch.manual_seed(0)
+    model = LanguageModel()
+    optimizer = (optimizer or partial(torch.optim.AdamW, lr=lr))(model.parameters())
+    given = {"objective": next_letter, "data": text(), "batch_size": 8, **more}
+    return guard_of(model, optimizer, steps=steps, recovery=recovery, **given)
+
+
+def test_what_is_said_of_a_race_names_the_rate_that_was_there() -> None:
+    """It was tried as it is, and from where the lower rates began."""
+    arms = tuple(Tried(one, 0, loss, loss == 1.9) for one, loss in (((), 2.2), (cut(0.3), 1.9), (cut(0.1), 1.8)))
+    raced = any_incident(1, tried=(*arms, Tried((Action("rewind"),), 0, 2.1)), rewound_to=0)
+    raced = replace(raced, anomaly=replace(raced.anomaly, signal=Signal.NO_PROGRESS))
+    assert [line.strip() for line in describe(raced).splitlines() if "later loss" in line] == [
+        "as it is: later loss 2.2, 0 updates refused",
+        "learning rate x0.3: later loss 1.9, 0 updates refused, chosen",
+        "learning rate x0.1: later loss 1.8, 0 updates refused",
+        "as it is, from step 0: later loss 2.1, 0 updates refused",
+    ]
+
+
+def final(guard: Guard) -> float:
+    assert guard.recent_loss is not None
+    return guard.recent_loss
+
+
+def test_a_rate_that_was_quietly_too_high_is_found_and_lowered(tmp_path: Path) -> None:
+    """The run ends where a good rate ends, and says which rates were tried, in its files as in its log."""
+    good, hot = final(train(language(0.01))), final(train(language(0.7, recovery="skip")))
+    guard = train(language(0.7, run_dir=tmp_path / "run", tracking=False))
+    guard.close()
+    assert hot > 1.3 * good
+    assert final(guard) < 1.05 * good
+    [incident] = guard.incidents
+    assert (incident.anomaly.signal, incident.diagnosis.cause) == ("no_progress", "rate")
+    assert incident.rewound_to == 0
+    assert [one.won for one in incident.tried].count(True) == 1
+    assert from_line(as_line(incident)).tried == incident.tried
+    assert incidents(tmp_path / "run")[0]["tried"][0]["do"] == []  # as it is
+    written = summary(tmp_path / "run")
+    assert 0 < written["trial_updates"] <= 200
+    assert written["ticks"] == guard.clock.tick  # updates of a trial are no ticks
+    assert guard.clock.tick < 150 + incident.anomaly.step + 5
+
+
+@pytest.mark.parametrize(("decay", "is_found"), [(1.0, True), (0.001, False)])
+def test_a_decay_that_takes_the_weights_away_is_taken_back(decay: float, is_found: bool) -> None:
+    """Adam divides it by its own size. Nothing learns, so no trial could show it; the norm of the weights does."""
+    adam = partial(torch.optim.Adam, lr=0.02, weight_decay=decay)
+    guard = train(language(0.02, optimizer=adam))
+    mended = final(train(language(0.02, optimizer=partial(adam, weight_decay=0.0))))
+    remedies = [action.remedy for one in guard.incidents for action in one.decision.actions]
+    assert remedies == ["rewind", "lower_decay"] * is_found
+    assert final(guard) < 1.05 * mended
+    if is_found:
+        [incident] = guard.incidents
+        assert (incident.anomaly.signal, incident.diagnosis.cause) == ("no_progress", "optimizer")
+        assert "weights_fell" in [one["fact"] for one in incident.anomaly.evidence]
+
+
+def test_a_loss_that_has_fallen_and_stands_is_looked_at_where_the_weights_settle_nowhere() -> None:
+    checks = checks_named("default")
+    guard = train(language(0.3, checks=replace(checks, no_progress=replace(CHECK, share=0.1, travel=0.4))))
+    guard.close()
+    [incident] = guard.incidents
+    assert incident.anomaly.signal == "no_progress"
+    assert incident.anomaly.evidence[0]["travel"] > 0.4
+    assert final(guard) < 1.05  # a good rate ends at 0.98, this one at 1.55
+
+
+def squares(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(F.dropout(model(batch[0]), 0.1), batch[1])
+
+
+def noise(rows: int) -> TensorDataset:
+    numbers = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(rows, WIDTH, generator=numbers), torch.randn(rows, 1, generator=numbers))
+
+
+def regression(recovery: Any, rates: Sequence[float] | None = None, **more: Any) -> Guard:
+    """Noise that nothing explains: the loss stands from the first updates on. BatchNorm and dropout."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    given = {"objective": squares, "data": noise(512), "batch_size": 16, **more}
+    return guard_of(model, optimizer, steps=150, recovery=recovery, **given)
+
+
+WITHOUT = {"ladders": {"default": [["skip"]]}}
+WITH = {**WITHOUT, "rates": [0.1, 0.01]}
+
+
+class Raising(TensorDataset):
+    def __init__(self, first: int, each: int) -> None:
+        super().__init__(*noise(4000).tensors)
+        self.first, self.each = first, each
+
+    def __getitem__(self, row: int) -> tuple[Tensor, ...]:
+        if row >= self.first and row % self.each == 0:
+            raise ValueError(f"cannot decode row {row}")
+        found: tuple[Tensor, ...] = super().__getitem__(row)  # type: ignore[no-untyped-call]
+        return found
+
+
+@pytest.mark.parametrize(("first", "each", "takes_place"), [(1080, 50, True), (1080, 8, False)])
+def test_rows_that_cannot_be_fetched_do_not_end_a_run_in_a_trial(first: int, each: int, takes_place: bool) -> None:
+    """They are left out of what arms are judged on; if too few updates are left, there is no trial."""
+    guard = regression(WITH, data=Raising(first, each), shuffle=False)
+    for batch in guard.batches():
+        guard.step(batch)
+        if guard.clock.step == 66:
+            break
+    assert (guard._controls.extension(Trials).updates > 30) is takes_place
+    assert not guard.incidents
+    with guard._controls.extension(Trials)._trial():
+        guard._updater.groups()[0]["lr"] = 0.5  # as an optimizer may in its step
+    assert guard._updater.groups()[0]["lr"] == 1e-3
+
+
+def test_a_race_begins_with_what_followed_a_rewind(caplog: pytest.LogCaptureFixture) -> None:
+    """The run exploded and was rewound to its start; other samples come first since then. Then its loss stands."""
+    caplog.set_level(logging.DEBUG, "resilient_train")
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
+    guard = train(Guard(None, model, optimizer, data=noise(512), batch_size=16, objective=squares, steps=150))
+    assert guard.incidents[0].rewound_to == 0
+    assert guard._controls.extension(Trials).updates > 30
+    assert "cannot be reproduced" not in caplog.text
+
+
+def test_a_run_whose_loop_makes_the_updates_has_no_trials() -> None:
+    """A loss that is handed over cannot be computed again."""
+    guard = language(1.0, objective=None)
+    assert guard._controls.extension(Trials).left() == 0
+
+
+# ------------------------------------------------------------------------------- state outside of the run
+
+
+def drawn(guard: Guard) -> list[float]:
+    """Train, and draw numbers between the updates, as a loop does that augments or samples."""
+    numbers = []
+    for batch in guard.batches():
+        guard.step(batch)
+        numbers += [random.random(), float(np.random.rand()), torch.rand(()).item()]
+    return numbers
+
+
+def noisy(model: Any, batch: Any) -> Tensor:
+    """Dropout, and noise of all three generators."""
+    noise = random.random() + np.random.rand() + torch.rand(()).item()
+    return squares(model, batch) * (1 + 0.01 * noise)
+
+
+def test_a_trial_that_finds_nothing_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """On a healthy plateau: the whole state to the last bit, random numbers of the objective and the loop included.
+
+    It prints nothing. A count of calls is not put back.
+    """
+    caplog.set_level(logging.DEBUG, "resilient_train")
+    calls: list[int] = []
+
+    def counting(model: Any, batch: Any) -> Tensor:
+        calls.append(1)
+        return noisy(model, batch)
+
+    with_trial, without = regression(WITH, objective=counting), regression(WITHOUT, objective=noisy)
+    assert drawn(with_trial) == drawn(without)
+    assert with_trial._controls.extension(Trials).updates > 0
+    assert state_sha256(with_trial.state) == state_sha256(without.state)
+    assert len(calls) > with_trial.clock.tick  # docs/policies.md says so
+    assert (without._controls.extension(Trials).updates, with_trial.incidents) == (0, [])
+    cost = r".*; lower rates were tried, and the current one is fine: .*; that took [\d,]+ updates, .*"
+    (noted,) = (one for one in caplog.records if re.fullmatch(cost, one.getMessage()))
+    assert noted.levelno == logging.DEBUG
+    assert not any("tried" in one.getMessage() for one in caplog.records if one.levelno > logging.DEBUG)
+
+
+def queue() -> Callable[[Any, Any], Tensor]:
+    """The loss depends on the batch before."""
+    earlier: list[Tensor] = []
+
+    def objective(model: Any, batch: Any) -> Tensor:
+        loss = F.mse_loss(model(batch[0]), batch[1] + (0.1 * earlier[-1] if earlier else 0.0))
+        earlier.append(batch[1].mean())
+        return loss
+
+    return objective
+
+
+def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogCaptureFixture) -> None:
+    """A forward that is repeated has another loss: a trial would change that state. It is asked once."""
+    caplog.set_level(logging.DEBUG, "resilient_train")
+    guard = train(regression(WITH, objective=queue()))
+    assert "no lower rates are tried: the loss of update 1 cannot be reproduced: the data or" in caplog.text
+    assert guard._controls.extension(Trials).updates == 1
+    assert not guard.incidents
+
+
+@pytest.mark.parametrize(
+    ("steps", "in_vain", "most"), [(160, False, 200), (160, True, 8), (10_000, False, 500), (10_000, True, 500)]
+)
+def test_trials_after_one_in_vain_keep_to_the_share(steps: int, in_vain: bool, most: int) -> None:
+    """A short run may make more until it has found that its rate is right."""
+    assert Budget().trial_updates(steps, in_vain=in_vain) == most
+
+
+def test_a_short_run_that_learns_nothing_looks_for_a_lower_rate_twice() -> None:
+    """It costs 44 updates at step 65, too early to tell, and 60 at step 129. Then no more; a resume knows that."""
+    guard = train(regression(WITH))
+    assert guard._controls.extension(Trials).updates == 44 + 60
+    resumed = regression(WITH)
+    resumed._controls.effects.load_state_dict(guard._controls.effects.state_dict())
+    assert resumed._controls.extension(Trials).raced_in_vain
+
+
+# ------------------------------------------------------------------------------------------------- ranks, and a kill
+
+
+def on_a_rank() -> dict[str, Any]:
+    guard = train(language(0.3, batch_size=8 // int(os.environ["WORLD_SIZE"])))
+    told = {
+        "factors": [one.settings.get("factor") for incident in guard.incidents for one in incident.decision.actions],
+        "weights": weights_sha256(guard.state),
+        "trial": guard._controls.extension(Trials).updates,
+    }
+    guard.close()
+    if guard.world.size > 1:
+        guard.world.leave()
+    return told
+
+
+def test_all_ranks_choose_the_same_rate() -> None:
+    """They compare losses that are averaged over the ranks, and hold the same weights afterwards."""
+    told = agreed(2, on_a_rank)
+    assert told["trial"] > 0
+    assert told["factors"][-1] < 1
+
+
+def killed_in_trial(run_dir: Path, kills: bool) -> list[str]:
+    """Train; with `kills` the process ends within the race, in an update that is no tick."""
+    guards: list[Guard] = []
+
+    def objective(model: Any, batch: Any) -> Tensor:
+        if kills and guards and guards[0]._current is None:  # no update is being computed
+            os.kill(os.getpid(), signal.SIGKILL)
+        return next_letter(model, batch)
+
+    disk = DiskConfig(every=25, keep=3, keep_every=0)
+    guards.append(language(0.7, run_dir=run_dir, tracking=False, objective=objective, resume=True, disk=disk))
+    guard = train(guards[0])
+    guard.close()
+    return [str(one.anomaly.signal) for one in guard.incidents]
+
+
+def test_a_run_that_is_killed_in_a_race_finds_a_rate_nevertheless(tmp_path: Path) -> None:
+    """A race starts from the oldest snapshot, which is another one in the next process."""
+    assert alone(killed_in_trial, tmp_path, True)[0] == -signal.SIGKILL
+    assert set(killed_in_trial(tmp_path, False)) == {"crash", "no_progress"}
+
+
+def test_how_far_the_weights_moved_is_that_of_the_trained_ones() -> None:
+    """From the last snapshot but one to the last, whatever came after; in 25 updates, as in a random walk."""
+    bench = Bench()
+    bench.net.register_parameter("wave", wave := nn.Parameter(torch.full((4,), 0.3 + 0.4j)))  # complex ones as well
+    assert travelled(bench.ring, float) == 0.0
+    weights = []
+    for _ in range(3):
+        bench.train()
+        wave.detach().mul_(1.5)
+        trained = [one.detach().flatten() for one in bench.net.parameters() if one.requires_grad]
+        weights.append(torch.cat([torch.view_as_real(one).flatten() if one.is_complex() else one for one in trained]))
+        bench.kept()
+    bench.train()
+    moved = float((weights[2] - weights[1]).norm() / weights[2].norm())
+    assert travelled(bench.ring, float) == pytest.approx(5 * moved)
