@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from resilient_train.core.protocols import Data, Effect, Log, Parts, Store
+from resilient_train.core.protocols import Effect, Parts, Store
 from resilient_train.core.remedies import Case, RunControl, is_mild, remedy
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.state import Clock
@@ -24,7 +24,7 @@ class Controls(RunControl):
     incident: Incident  # the one that is being treated, and what was done so far
     suspects: tuple[int, int]  # the samples that it may come from
 
-    def __init__(self, parts: Parts, store: Store, log: Log) -> None:
+    def __init__(self, parts: Parts, store: Store, log: Any) -> None:
         self._parts, self._store, self._log = parts, store, log
         updater, episode = parts.updater, parts.checks.episode
         self.knobs = knobs = updater.knobs
@@ -36,7 +36,6 @@ class Controls(RunControl):
             parts.clock,
             [
                 Effect("knobs", knobs.state_dict, knobs.load_state_dict, undo=knobs.load_state_dict),
-                _skipped_samples(parts.samples),
                 *parts.effects,
                 Effect("usual_norm", lambda: updater.usual_norm, set_usual_norm),
                 Effect("reference", episode.persistent_state, episode.load_persistent_state),
@@ -130,19 +129,6 @@ class Controls(RunControl):
         (write or self._log.note_effects)(effects=self.effects.changes())
         for one in self._parts.effects:
             one.noted()
-
-
-def _skipped_samples(samples: Data) -> Effect:
-    def restore(state: Any) -> None:
-        for start, stop in state:
-            samples.skip(int(start), int(stop))
-
-    def undo(state: Any) -> None:
-        if samples.rows and state != samples.skipped.added:
-            samples.skip_only(state)
-
-    skipped = samples.skipped
-    return Effect("skipped", lambda: list(skipped.added), restore, undo, lambda: skipped.spans)
 
 
 class Effects:

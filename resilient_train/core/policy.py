@@ -124,17 +124,3 @@ class Policy:
 def parse(tree: Any) -> Policy:
     """Turn plain data into a policy. Raises ConfigError with the position of what is wrong."""
     return read(Policy, tree, "recovery")
-
-
-def without_absent(tree: Mapping[str, Any], absent: set[str]) -> dict[str, Any]:
-    """Return a policy without the remedies that nobody knows here, whose names it adds to `absent`, and empty rungs."""
-
-    def rung_of(rung: Any) -> Any:
-        actions = rung["do"] if isinstance(rung, Mapping) else rung
-        named = [(next(iter(one)) if isinstance(one, Mapping) else one, one) for one in actions]
-        absent.update(name for name, _ in named if name not in KNOWN)
-        kept = [one for name, one in named if name in KNOWN]
-        return {**rung, "do": kept} if isinstance(rung, Mapping) and kept else kept
-
-    ladders = {cause: [one for rung in rungs if (one := rung_of(rung))] for cause, rungs in tree["ladders"].items()}
-    return {**tree, "ladders": ladders}

@@ -8,15 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from resilient_train.core.checks import Check, Checks, Finding
-from resilient_train.core.loss import Level
+from resilient_train.core.checks import Checks, Finding
 from resilient_train.core.mark import Mark
 from resilient_train.core.policy import Policy
-from resilient_train.core.remedies import Remedy
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.state import Clock, RunState
 from resilient_train.core.transaction import Transaction, Update
@@ -24,11 +22,9 @@ from resilient_train.core.updater import Updater
 from resilient_train.core.vitals import Metrics
 from resilient_train.ground.types import (
     Anomaly,
-    Decision,
     Diagnosis,
     Facts,
     Incident,
-    Outcome,
     Signal,
     Vitals,
     by_signal,
@@ -106,18 +102,13 @@ class Diagnoser:
         """Return the cause; raises NewRegime."""
         return by_signal(anomaly)
 
-    def learn_again(self, anomaly: Anomaly, why: NewRegime) -> None:
-        """Learn what is usual in a new regime."""
-
+    def learn_again(self, anomaly: Anomaly, why: NewRegime) -> None: ...
     def is_on_purpose(self, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
         """Say whether a rise of the loss that has landed has proved to be on purpose: the run has accepted it then."""
         return False
 
-    def before_treatment(self, step: int, tick: int) -> None:
-        """Called before remedies are applied."""
-
-    def treated(self, incident: Incident) -> None:
-        """Called after remedies were applied."""
+    def before_treatment(self, step: int, tick: int) -> None: ...
+    def treated(self, incident: Incident) -> None: ...
 
 
 class Ranks(Protocol):
@@ -136,7 +127,6 @@ class Ranks(Protocol):
 class Data(Protocol):
     position: int
     rows: int  # that have an index; 0: none has
-    skipped: Any  # spans of positions: those that were `added`, and all `spans`
     is_fed: bool  # a trainer fetches them, and makes its updates itself
 
     @property
@@ -149,7 +139,6 @@ class Data(Protocol):
 
     def go_back(self, update: Update) -> None: ...
     def skip(self, start: int, stop: int) -> None: ...
-    def skip_only(self, spans: Any) -> None: ...
     def forget_before(self, position: int) -> None: ...
 
 
@@ -177,7 +166,6 @@ class Examiner:
         """Measure what is due, with the buffers of `before`."""
 
     def verdict(self) -> Anomaly | None:
-        """Judge what was launched."""
         return None
 
     def examine_now(self) -> Anomaly | None:
@@ -199,17 +187,11 @@ class Scans:
         """The newest step that every scan has seen and found clean."""
         return sys.maxsize
 
-    def landed(self, step: int, groups: Any, clipped_norm: float | None, times: int = 1) -> None:
-        """Note the settings of an update that landed."""
-
-    def rebase(self) -> None:
-        """Take the state as it is for intended."""
-
+    def landed(self, step: int, groups: Any, clipped_norm: float | None, times: int = 1) -> None: ...
+    def rebase(self) -> None: ...  # take the state as it is for intended
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
     def state_dict(self) -> dict[str, Any]:
         return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what they knew."""
 
 
 class Buffers:
@@ -249,47 +231,6 @@ class Store(Protocol):
     def save(self, snapshot: Snapshot) -> Path | None: ...
 
 
-class Log(Protocol):
-    """The incidents of the run, from opening to outcome. Each change is written as it happens."""
-
-    @property
-    def is_observing(self) -> bool:
-        """Say whether an incident that is only observed is open."""
-
-    @property
-    def incidents(self) -> list[Incident]: ...
-
-    def open(
-        self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False, effects: Any = None
-    ) -> Incident: ...
-    def continued(self, signal: Signal, diagnosis: Diagnosis, decision: Decision) -> Incident | None: ...
-    def record_treatment(self, incident: Incident, *, effects: Any = None, ongoing: bool = False) -> None: ...
-    def count_again(self, incident: Incident, anomaly: Anomaly, *, effects: Any = None) -> None: ...
-    def observe(self, incident: Incident, step: int) -> None: ...
-    def counts_on(self, step: int) -> bool:
-        """Count an anomalous update into the incident that is observed; False if there is none."""
-
-    def end_observed(self) -> None: ...
-    def note_effects(self, *, effects: Any) -> None: ...
-    def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool) -> None: ...
-    def close(self, incident: Incident, outcome: Outcome | None = None) -> None: ...
-    def close_all(self, outcome: Outcome, *, healthy_since: int | None = None) -> None: ...
-
-
-class Sink:
-    """Gets what happens in a run, as data."""
-
-    def write(self, event: Mapping[str, Any]) -> None:
-        """Take an event: `kind` says what it is, such as "metrics", "incident" or "end". Called on rank 0 only."""
-
-    def close(self) -> None:
-        """The run has ended."""
-
-
-def _no_row(rows: Sequence[int], reason: Facts, incident: int) -> bool:
-    return False
-
-
 @dataclass
 class Parts:
     """What a run consists of. Extensions replace the second half, and add to the lists, before it begins."""
@@ -307,13 +248,10 @@ class Parts:
     examiner: Examiner = field(default_factory=Examiner)
     diagnoser: Diagnoser = field(default_factory=Diagnoser)
     buffers: Buffers = field(default_factory=Buffers)
-    # Leaves rows out for the rest of the run, with the reason and the number of the incident; says whether it could.
-    leave_out: Callable[[Sequence[int], Facts, int], bool] = _no_row
     hooks: list[Hook] = field(default_factory=list)
     on_error: list[OnError] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
-    sinks: list[Sink] = field(default_factory=list)
-    extensions: list[Extension] = field(default_factory=list)
+    extensions: list[Any] = field(default_factory=list)
 
     def checks_state(self) -> dict[str, Any]:
         return {"panel": self.checks.state_dict(), "scans": self.scans.state_dict()}
@@ -321,10 +259,6 @@ class Parts:
     def restore_checks_state(self, state: Mapping[str, Any]) -> None:
         self.checks.load_state_dict(state["panel"])
         self.scans.load_state_dict(state["scans"])
-
-
-def _stays(state: Any) -> None:
-    """An effect that is not undone: it has a reason of its own."""
 
 
 @dataclass(frozen=True)
@@ -336,37 +270,6 @@ class Effect:
     name: str
     state: Callable[[], Any]  # plain data without secrets: it goes into files
     restore: Callable[[Any], object]  # an earlier process's state; raises if it is damaged; true if some was dropped
-    undo: Callable[[Any], None] = _stays  # goes back to an earlier state of this process
+    undo: Callable[[Any], object] = lambda state: None  # goes back to an earlier state; else it stays
     agreed: Callable[[], Any] = lambda: None  # what has to be the same on all ranks
     noted: Callable[[], None] = lambda: None  # called when the journal has what was changed
-
-
-class Extension:
-    """A capability of a run, made for each guard. Whatever a class leaves out, it does not add."""
-
-    remedies: ClassVar[Mapping[str, type[Remedy]]] = {}  # by the names that policies use
-    settings: ClassVar[Mapping[str, type]] = {}  # of its checks: dataclasses, by their names under `checks`
-    node: ClassVar[str] = ""  # of the configuration, which `configured` reads
-
-    @classmethod
-    def configured(cls, node: Any, steps: int, history: Any) -> Extension:
-        """Make it for a run of the command: `node` is its configuration, `history` a `RunHistory`."""
-        return cls()
-
-    def wrapped(self, dataset: Any) -> Any:
-        """Return what the command trains on in place of a data set."""
-        return dataset
-
-    def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
-        """Return its checks by their names in checkpoints; `settings` has those of all checks by name."""
-        return {}
-
-    def build(self, run: Any) -> None:
-        """Add to a run, an `extensions.run.Run`, which is put together: hooks, effects, sinks."""
-
-    def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
-        """Return what its remedies need to know of a case. All ranks call it together."""
-        return {}
-
-    def close(self) -> None:
-        """Undo what affects the whole process, at the end of the run."""

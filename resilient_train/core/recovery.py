@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from resilient_train.core.controls import Controls
 from resilient_train.core.decide import decide, recent
-from resilient_train.core.protocols import Log, NewRegime, Parts, Store
+from resilient_train.core.protocols import NewRegime, Parts, Store
 from resilient_train.core.remedies import is_mild
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.ground.errors import GaveUp, TrainError
@@ -25,7 +25,7 @@ class Recovery:
         parts: Parts,
         controls: Controls,
         store: Store,
-        log: Log,
+        log: Any,  # an IncidentLog
         *,
         report: Callable[[TrainError], None],
         agree: Callable[[], None],

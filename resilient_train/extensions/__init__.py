@@ -6,14 +6,17 @@ add theirs by the entry point `resilient_train.extensions`: docs/extend.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, ClassVar
 
-from resilient_train.core.protocols import Extension
-from resilient_train.core.remedies import KNOWN
+from resilient_train.core.checks import Check
+from resilient_train.core.loss import Level
+from resilient_train.core.remedies import KNOWN, Remedy
 from resilient_train.ground.errors import in_one_line, unusable
+from resilient_train.ground.types import Diagnosis
 
 GROUP = "resilient_train.extensions"
 DEFAULT = (
@@ -32,6 +35,47 @@ DEFAULT = (
 )
 
 
+class Sink:
+    """Gets what happens in a run, as data."""
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Take an event: `kind` says what it is, such as "metrics", "incident" or "end". Called on rank 0 only."""
+
+    def close(self) -> None:
+        """The run has ended."""
+
+
+class Extension:
+    """A capability of a run, made for each guard. Whatever a class leaves out, it does not add."""
+
+    remedies: ClassVar[Mapping[str, type[Remedy]]] = {}  # by the names that policies use
+    settings: ClassVar[Mapping[str, type]] = {}  # of its checks: dataclasses, by their names under `checks`
+    node: ClassVar[str] = ""  # of the configuration, which `configured` reads
+
+    @classmethod
+    def configured(cls, node: Any, steps: int, history: Any) -> Extension:
+        """Make it for a run of the command: `node` is its configuration, `history` a `RunHistory`."""
+        return cls()
+
+    def wrapped(self, dataset: Any) -> Any:
+        """Return what the command trains on in place of a data set."""
+        return dataset
+
+    def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
+        """Return its checks by their names in checkpoints; `settings` has those of all checks by name."""
+        return {}
+
+    def build(self, run: Any) -> None:
+        """Add to a run, a `parts.run.Run`, which is put together: hooks, effects, sinks."""
+
+    def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
+        """Return what its remedies need to know of a case. All ranks call it together."""
+        return {}
+
+    def close(self) -> None:
+        """Undo what affects the whole process, at the end of the run."""
+
+
 @cache
 def load() -> tuple[type[Extension], ...]:
     """Import all extensions that are installed, and make their remedies known."""
@@ -47,9 +91,7 @@ def load() -> tuple[type[Extension], ...]:
                 f"extension {entry.name}", f"{entry.value} cannot be imported: {in_one_line(error)}"
             ) from error
         if not isinstance(kind, type) or not issubclass(kind, Extension):
-            raise unusable(
-                f"extension {entry.name}", f"{entry.value} is no subclass of {Extension.__module__}.Extension"
-            )
+            raise unusable(f"extension {entry.name}", f"{entry.value} is no subclass of {__name__}.Extension")
         kinds.append(kind)
     for kind in kinds:
         for name, remedy in kind.remedies.items():

@@ -18,9 +18,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.core import randomness
-from resilient_train.core.protocols import Computed, Extension, OnError
+from resilient_train.core.protocols import Computed, OnError
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.vitals import versions
+from resilient_train.extensions import Extension
 from resilient_train.ground.errors import TrainError, in_one_line
 from resilient_train.ground.wording import IN_FILE_ONLY, counted, log
 from resilient_train.parts.run import Run

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from resilient_train.core.protocols import Extension, OnError
+from resilient_train.core.protocols import OnError
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.tree import Tree
 from resilient_train.data.stream import Key
+from resilient_train.extensions import Extension
 from resilient_train.ground.errors import in_one_line, text_of
 from resilient_train.ground.types import Action, Anomaly, Cause, Decision, Diagnosis, Facts, Signal, fact
 from resilient_train.ground.wording import log, say

@@ -10,9 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 from resilient_train.core.checks import Check, Finding, References
 from resilient_train.core.limit import LimitConfig
 from resilient_train.core.loss import Alarm, Level
-from resilient_train.core.protocols import Diagnoser, Extension, NewRegime
+from resilient_train.core.protocols import Diagnoser, NewRegime
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.data.history import Rise
+from resilient_train.extensions import Extension
 from resilient_train.ground.types import (
     ACCEPTED,
     OF_THE_LOSS,

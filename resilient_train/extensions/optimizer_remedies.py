@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from resilient_train.core.clip import OverRanks, gradients, norm_of, scale
 from resilient_train.core.knobs import Numbers
-from resilient_train.core.protocols import Effect, Extension
+from resilient_train.core.protocols import Effect
 from resilient_train.core.remedies import Case, Remedy, RunControl, limited
 from resilient_train.core.updater import Lasting
+from resilient_train.extensions import Extension
 from resilient_train.ground.types import Diagnosis
 from resilient_train.parts.run import Run
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from resilient_train.core.protocols import Effect, Extension, OnError, Retry
+from resilient_train.core.protocols import Effect, OnError, Retry
 from resilient_train.core.transaction import Transaction
+from resilient_train.extensions import Extension
 from resilient_train.ground.errors import TrainError, text_of
 from resilient_train.ground.types import ProcessIncident, Signal, fact
 from resilient_train.parts.run import Run

@@ -8,10 +8,11 @@ from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
-from resilient_train.core.protocols import Effect, Extension
+from resilient_train.core.protocols import Effect
 from resilient_train.core.remedies import Case, Remedy, RunControl
 from resilient_train.data.rows import fingerprint
 from resilient_train.durable.journal import WriteAttempts, commit_json
+from resilient_train.extensions import Extension
 from resilient_train.ground.secrets import masked_tree
 from resilient_train.ground.types import Facts, Incident
 from resilient_train.ground.wording import say

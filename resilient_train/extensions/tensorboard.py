@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from resilient_train.core.protocols import Extension, Sink
+from resilient_train.extensions import Extension, Sink
 from resilient_train.ground.errors import unusable
 from resilient_train.parts.run import Run
 

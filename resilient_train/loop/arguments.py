@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, default_collate
 from yaml import YAMLError
 
 from resilient_train.core.checks import ChecksConfig
-from resilient_train.core.policy import Policy, parse, without_absent
+from resilient_train.core.policy import Policy, parse
+from resilient_train.core.remedies import KNOWN
 from resilient_train.core.tree import is_sharded
 from resilient_train.core.updater import Schedule
 from resilient_train.data import build
@@ -350,10 +351,24 @@ def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
     shipped = (conf() / "recovery").glob("*.yaml")
     if any(tree == option("recovery", file.stem) for file in shipped):
         absent: set[str] = set()
-        tree = without_absent(tree, absent)
+        tree = _without_absent(tree, absent)
         if absent:
             log.info("recovery: no extension for %s: left out", ", ".join(sorted(absent)))
     return parse(tree)
+
+
+def _without_absent(tree: Mapping[str, Any], absent: set[str]) -> dict[str, Any]:
+    """Return a policy without the remedies that nobody knows here, whose names it adds to `absent`, and empty rungs."""
+
+    def rung_of(rung: Any) -> Any:
+        actions = rung["do"] if isinstance(rung, Mapping) else rung
+        named = [(next(iter(one)) if isinstance(one, Mapping) else one, one) for one in actions]
+        absent.update(name for name, _ in named if name not in KNOWN)
+        kept = [one for name, one in named if name in KNOWN]
+        return {**rung, "do": kept} if isinstance(rung, Mapping) and kept else kept
+
+    ladders = {cause: [one for rung in rungs if (one := rung_of(rung))] for cause, rungs in tree["ladders"].items()}
+    return {**tree, "ladders": ladders}
 
 
 def _policy_named(name: str) -> Any:

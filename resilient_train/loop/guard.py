@@ -21,7 +21,6 @@ from resilient_train.core.copies import Stateful
 from resilient_train.core.gate import synchronous
 from resilient_train.core.knobs import Knobs
 from resilient_train.core.mark import Marks
-from resilient_train.core.protocols import Extension
 from resilient_train.core.randomness import Seeds
 from resilient_train.core.recovery import Recovery
 from resilient_train.core.ring import Ring
@@ -36,7 +35,7 @@ from resilient_train.durable.endings import RunFacts
 from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.progress import Doing
 from resilient_train.durable.resume import Resume
-from resilient_train.extensions import load
+from resilient_train.extensions import Extension, load
 from resilient_train.ground.errors import RanksDiffer, Stopped, TrainError, own_error
 from resilient_train.ground.reader import ClipConfig, DiskConfig, MemoryConfig
 from resilient_train.ground.types import Facts, Incident, Signal, UpdateResult
@@ -48,6 +47,7 @@ from resilient_train.loop.hooks import (
     NotePlace,
     RecordedStates,
     TrainersClipper,
+    skipped_samples,
 )
 from resilient_train.loop.reporter import REPORT_EVERY, Place, RunReporter, holders, log_to_stderr, place
 from resilient_train.loop.run_process import RunProcess
@@ -210,7 +210,8 @@ class Guard(EngineGuard):
             keeper = run.keeper = CheckpointKeeper(
                 disk, run, incidents, resume if isinstance(resume, Resume) else Resume()
             )
-            run.hooks += [NotePlace(run, keeper.progress)]
+            run.hooks.append(NotePlace(run, keeper.progress))
+            run.effects.append(skipped_samples(samples))
             for one in several:
                 one.build(run)
             run.hooks += [HealthyUpdates(run, keeper)] + [attributes] * (measured is not None)

@@ -12,12 +12,13 @@ import torch
 from torch.optim import Optimizer
 
 from resilient_train.core.clip import Clipper, clip, gradients, scale
-from resilient_train.core.protocols import Hook
+from resilient_train.core.protocols import Effect, Hook
 from resilient_train.core.randomness import Seeds, capture, restore
 from resilient_train.core.ring import Ring
 from resilient_train.core.state import RunState
 from resilient_train.core.transaction import Transaction
 from resilient_train.data.rows import fingerprint
+from resilient_train.data.samples import Samples
 from resilient_train.data.trees import nbytes
 from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.progress import Progress
@@ -165,3 +166,16 @@ class RecordedStates(Seeds):
 
     def between(self, position: int) -> None:
         pass
+
+
+def skipped_samples(samples: Samples) -> Effect:
+    def restore(state: Any) -> None:
+        for start, stop in state:
+            samples.skip(int(start), int(stop))
+
+    def undo(state: Any) -> None:
+        if samples.rows and state != samples.skipped.added:
+            samples.skip_only(state)
+
+    skipped = samples.skipped
+    return Effect("skipped", lambda: list(skipped.added), restore, undo, lambda: skipped.spans)

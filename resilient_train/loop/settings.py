@@ -8,8 +8,7 @@ from typing import Any
 
 from resilient_train.core.checks import Check, Checks, ChecksConfig
 from resilient_train.core.loss import Level
-from resilient_train.core.protocols import Extension
-from resilient_train.extensions import load
+from resilient_train.extensions import Extension, load
 from resilient_train.ground.reader import option, read
 from resilient_train.parts.best import BestLevel
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from resilient_train.data.run_parts import RunParts
 from resilient_train.data.samples import Slicing
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.durable.keeper import CheckpointKeeper
+from resilient_train.ground.types import Facts
 from resilient_train.parts.best import BestLevel
 from resilient_train.parts.computation import Computation
 
@@ -23,6 +24,9 @@ class Run(RunParts):
     settings: Any  # of all checks by their names
     best: BestLevel
     own_weights: Collection[str] | None  # those that DDP does not synchronize; None if the model is not replicated
+    # Leaves rows out for the rest of the run, with the reason and the number of the incident; says whether it could.
+    leave_out: Callable[[Sequence[int], Facts, int], bool] = lambda rows, reason, incident: False
+    sinks: list[Any] = field(default_factory=list)  # an `extensions.Sink` each
     is_patched: Callable[[str, int, str], bool] = lambda file, line, op: False  # whether what breaks there is repaired
     handled_lines: set[tuple[str, int, str]] = field(default_factory=set)  # of operations: patched, or cannot be
     backend: Computation

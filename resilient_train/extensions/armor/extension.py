@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from resilient_train.core.protocols import Computed, Extension, OnError
+from resilient_train.core.protocols import Computed, OnError
 from resilient_train.core.remedies import Case, Remedy, RunControl
 from resilient_train.core.transaction import Transaction
+from resilient_train.extensions import Extension
 from resilient_train.extensions.armor.armor import is_patched
 from resilient_train.extensions.armor.domains import has_value
 from resilient_train.extensions.armor.patches import Patches

@@ -8,7 +8,7 @@ from typing import Any
 
 from resilient_train.core.checks import Check
 from resilient_train.core.loss import Level
-from resilient_train.core.protocols import Extension
+from resilient_train.extensions import Extension
 from resilient_train.extensions.checks.config import CreepConfig, RateConfig, ScaleConfig
 from resilient_train.extensions.checks.rate import Creep, RateRise, ScaleCollapse
 

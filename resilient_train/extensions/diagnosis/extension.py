@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from resilient_train.core.protocols import Extension
+from resilient_train.extensions import Extension
 from resilient_train.extensions.diagnosis.explain import Explainer
 from resilient_train.extensions.diagnosis.replay import Replay
 from resilient_train.extensions.diagnosis.search import Search

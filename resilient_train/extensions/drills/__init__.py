@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from resilient_train.core.protocols import Extension, Hook
+from resilient_train.core.protocols import Hook
 from resilient_train.core.transaction import Transaction
+from resilient_train.extensions import Extension
 from resilient_train.extensions.drills.faults import (
     BadMoments,
     BadRow,

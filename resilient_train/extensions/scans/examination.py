@@ -13,11 +13,12 @@ from resilient_train.core.checks import Checks
 from resilient_train.core.copies import Stateful
 from resilient_train.core.loss import Every
 from resilient_train.core.mark import Mark, Marks
-from resilient_train.core.protocols import Examiner, Extension, Hook
+from resilient_train.core.protocols import Examiner, Hook
 from resilient_train.core.state import Clock
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import Tree, leaves
 from resilient_train.core.vitals import Sent
+from resilient_train.extensions import Extension
 from resilient_train.extensions.scans.config import NormsConfig, ScanConfig
 from resilient_train.extensions.scans.layout import nonfinite
 from resilient_train.extensions.scans.scans import Scans

@@ -20,12 +20,13 @@ from resilient_train.core.checks import Check
 from resilient_train.core.loss import Level
 from resilient_train.core.mark import Mark
 from resilient_train.core.policy import actions_of, each_of
-from resilient_train.core.protocols import Effect, Extension, Hook
+from resilient_train.core.protocols import Effect, Hook
 from resilient_train.core.remedies import Case, Remedy, RunControl, applicable, limited, remedy
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import local_part
 from resilient_train.core.vitals import mean, scalar
+from resilient_train.extensions import Extension
 from resilient_train.extensions.checks.config import NoProgressConfig
 from resilient_train.extensions.checks.rate import NoProgress
 from resilient_train.extensions.trials.arithmetic import (

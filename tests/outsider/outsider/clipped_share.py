@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from resilient_train.core.checks import Check
-from resilient_train.core.protocols import Extension
+from resilient_train.extensions import Extension
 from resilient_train.ground.reader import limited
 from resilient_train.ground.wording import log
 

@@ -3,7 +3,7 @@
 import json
 import os
 
-from resilient_train.core.protocols import Extension, Sink
+from resilient_train.extensions import Extension, Sink
 
 
 class Lines(Sink):

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from resilient_train.core.protocols import Effect, Extension, Hook
+from resilient_train.core.protocols import Effect, Hook
 from resilient_train.core.remedies import Remedy, limited
+from resilient_train.extensions import Extension
 
 
 @dataclass(frozen=True)
