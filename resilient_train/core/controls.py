@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from resilient_train.core.protocols import Effect, Parts, Store
-from resilient_train.core.remedies import Case, RunControl, is_mild, remedy
+from resilient_train.core.remedies import Case, is_mild, remedy
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.state import Clock
 from resilient_train.ground.errors import TrainError, in_one_line, unusable
@@ -20,7 +20,9 @@ _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one fro
 E = TypeVar("E")
 
 
-class Controls(RunControl):
+class Controls:
+    """What remedies may do to a run. Unless samples are skipped, a refused update is retried with the same ones."""
+
     incident: Incident  # the one that is being treated, and what was done so far
     suspects: tuple[int, int]  # the samples that it may come from
 
@@ -68,14 +70,15 @@ class Controls(RunControl):
         for action in actions:
             remedy(action).apply(self)
 
-    # The methods that remedies call; see `RunControl`.
+    # The methods that remedies call.
 
     def extension(self, kind: type[E]) -> E:
         return next(one for one in self._parts.extensions if isinstance(one, kind))
 
     def rewind(self, older: int = 0, steps: int = 0) -> None:
+        """Go to the newest verified state not after `since`, `older` before it, `steps` back at least; or the oldest."""
         parts, anomaly = self._parts, self.incident.anomaly
-        with parts.buffers.across_rewind():
+        with parts.across_rewind():
             if verified := parts.ring.verified_until(anomaly.since):
                 far_enough = [one for one in verified if one.step <= anomaly.step - steps] or verified[-1:]
                 snapshot = far_enough[min(older, len(far_enough) - 1)]
@@ -91,6 +94,7 @@ class Controls(RunControl):
         parts.updates.rewound(step)
 
     def skip(self, updates: int | None = None) -> None:
+        """Skip the samples that may be to blame, or a window of `updates` from here."""
         samples, (start, stop) = self._parts.samples, self.suspects
         if updates is not None:
             start = start if self.incident.rewound_to is None else samples.position

@@ -5,7 +5,7 @@ A mark is light (buffers, loss scale, what is kept), and full for optimizers tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -58,7 +58,7 @@ class Marks:
 
     def take(self) -> Mark:
         tables = [(module, module._buffers.copy()) for module in self._modules if module._buffers]
-        live = [one for _, table in tables for one in table.values() if one is not None] + self._scale()
+        live = [one for _, table in tables for one in table.values() if one is not None] + self.scale()
         if not (tables or live or self._kept):
             return Mark(self._modules)
         old = self._spare.pop() if self._spare else Mark()
@@ -96,10 +96,10 @@ class Marks:
         self.undo_steps(mark)
         for name, saved in mark.kept.items():
             restore_changed(self._kept[name], saved)
-        self._put_back(mark, {*map(id, self._scale())} if keeps_scale else set())
+        self.put_back(mark, {*map(id, self.scale())} if keeps_scale else set())
         self._undone(mark)
 
-    def _put_back(self, mark: Mark, stays: set[int]) -> None:
+    def put_back(self, mark: Mark, stays: Collection[int] = ()) -> None:
         """Restore names, tensors and contents of the buffers and the loss scale, but for the tensors that stay."""
         pairs = zip(mark.live, mark.copies, strict=True)
         resized = {id(one): saved.clone() for one, saved in pairs if one.shape != saved.shape}
@@ -107,14 +107,14 @@ class Marks:
         for module in mark.modules:
             module._buffers.clear()
             module._buffers.update({name: resized.get(id(one), one) for name, one in before.get(module, {}).items()})
-        in_place = [place for place, one in enumerate(mark.live) if id(one) not in resized.keys() | stays]
+        in_place = [place for place, one in enumerate(mark.live) if id(one) not in {*resized, *stays}]
         copy_into([mark.live[place] for place in in_place], [mark.copies[place] for place in in_place])
 
     def release(self, mark: Mark) -> None:
         if mark.copies or mark.of_kept:
             self._spare.append(mark)
 
-    def _scale(self) -> list[torch.Tensor]:
+    def scale(self) -> list[torch.Tensor]:
         """The tensors of the loss scale, which RunState has made."""
         scaler: Any = self._scaler
         return [] if scaler is None else [scaler._scale, scaler._growth_tracker]
@@ -124,30 +124,9 @@ class Marks:
         """Have the buffers of a mark; yields what it kept. Versions stay, as a loss of a turn may need them later."""
         now = self.take()
         with torch.autograd._unsafe_preserve_version_counter(tuple(now.live)):  # type: ignore[attr-defined]
-            self._put_back(mark, set())
+            self.put_back(mark)
             try:
                 yield mark.kept
             finally:
-                self._put_back(now, set())
+                self.put_back(now)
         self.release(now)
-
-    @contextmanager
-    def finite_buffers(self) -> Iterator[None]:
-        """Let the buffers outlive the block if they are finite, for which the host waits for the device."""
-        now = self.take()
-        yield
-        if all(bool(buffer.isfinite().all()) for buffer in now.copies):
-            self._put_back(now, set())
-        self.release(now)
-
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Begin with an unscaled loss; at the end everything is as it was before."""
-        before = self.take()
-        for one in self._scale()[:1]:
-            one.fill_(1.0)
-        try:
-            yield
-        finally:
-            self.undo(before)
-            self.release(before)

@@ -73,17 +73,13 @@ class NewRegime(Exception):
     """No loss from before can be compared with one of now: the samples had a low one as they had just been learned."""
 
     def __init__(self, what: Facts, limit: float = inf, *, is_on_purpose: bool = False) -> None:
-        """A run whose loss does not come below the `limit` afterwards has not learned what is new. `is_on_purpose`: the
-        loss, the model, the data or the weights were changed on purpose.
-        """
+        """A run whose loss does not come below the `limit` afterwards has not learned what is new."""
         super().__init__(what)
         self.what, self.limit, self.is_on_purpose = what, limit, is_on_purpose
 
 
 class Diagnoser:
-    """Finds the cause of an anomaly, and whether something was changed on purpose. Every rank makes each call. This
-    one knows nothing but the signal.
-    """
+    """Finds the cause of an anomaly; this one knows nothing but the signal. Every rank makes each call."""
 
     def resume(self) -> None:
         """Continue with the incidents of the previous process. It is a collective."""
@@ -194,27 +190,6 @@ class Scans:
         return {}
 
 
-class Buffers:
-    """What was lost in buffers, and a rewind had to restore. These are not watched."""
-
-    def across_rewind(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def spoil(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss as it is, or NaN if it is lost again."""
-        return loss
-
-
-class History(Protocol):
-    """The latest updates on the present course."""
-
-    has_turns: bool
-
-    def add(self, vitals: Vitals) -> None: ...
-    def rewound(self, step: int) -> None: ...
-    def first_to_blame(self, since: int | None, start: int) -> int: ...
-
-
 class Store(Protocol):
     """Checkpoints: the verified states of the run on disk."""
 
@@ -242,12 +217,12 @@ class Parts:
     updater: Updater
     ring: Ring
     checks: Checks
-    updates: History
+    updates: Any  # a data.history.UpdateHistory
     policy: Policy
     scans: Scans = field(default_factory=Scans)
     examiner: Examiner = field(default_factory=Examiner)
     diagnoser: Diagnoser = field(default_factory=Diagnoser)
-    buffers: Buffers = field(default_factory=Buffers)
+    across_rewind: Callable[[], AbstractContextManager[None]] = nullcontext  # surrounds each rewind
     hooks: list[Hook] = field(default_factory=list)
     on_error: list[OnError] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
@@ -263,9 +238,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a remedy has changed, and lasts. Of a state that is a list the journal notes what was added, so it may have
-    thousands of entries.
-    """
+    """What a remedy has changed, and lasts. Of a list the journal notes what was added: it may have thousands."""
 
     name: str
     state: Callable[[], Any]  # plain data without secrets: it goes into files

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from resilient_train.core.knobs import Knobs
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.reader import find
 from resilient_train.ground.reader import limited as limited  # custom remedies import it from here
-from resilient_train.ground.types import OBSERVE, Action, Anomaly, Diagnosis, Incident
+from resilient_train.ground.types import OBSERVE, Action, Anomaly, Diagnosis
+
+if TYPE_CHECKING:  # it has torch
+    from resilient_train.core.controls import Controls
 
 _MIN_CUT = 0.01  # the least that one remedy multiplies the learning rate by
 
@@ -33,24 +35,6 @@ class Case:
     facts: Mapping[str, Any] = field(default_factory=dict)  # what remedies of extensions need to know
 
 
-E = TypeVar("E")
-
-
-class RunControl(Protocol):
-    """What remedies may do to a run. Unless samples are skipped, a refused update is retried with the same ones."""
-
-    knobs: Knobs  # the factors that the run trains with
-    incident: Incident  # the one that is being treated
-
-    def extension(self, kind: type[E]) -> E:
-        """Return an extension of this run."""
-
-    # Rewind to the newest verified state not after `since`, `older` before it, at least `steps` back; or the oldest.
-    def rewind(self, older: int = 0, steps: int = 0) -> None: ...
-    # Skip the samples that may be to blame, or a window of `updates` from here.
-    def skip(self, updates: int | None = None) -> None: ...
-
-
 class Remedy:
     """An action against an incident. Write custom remedies as frozen dataclasses that inherit from this class."""
 
@@ -65,7 +49,7 @@ class Remedy:
         """Return the settings that follow from the case, which replace those of the policy."""
         return {}
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         """Change the run."""
 
 
@@ -80,7 +64,7 @@ class Rewind(Remedy):
     def applies(self, case: Case) -> bool:
         return case.snapshots > 0
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         run.rewind(self.older, self.steps)
 
 
@@ -97,7 +81,7 @@ class Skip(Remedy):
             return True
         return case.rewinds and not (case.diagnosis.rows and case.rows)
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         run.skip(self.updates)
 
 
@@ -138,7 +122,7 @@ class LowerLr(Remedy):
     def settings_for(self, case: Case) -> dict[str, float]:
         return {"factor": cut(self.factor, case.loss_excess)} if self.by_loss else {}
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         """Turn the knob; with `by_loss` several cuts together are no deeper than the deepest single one."""
         least = min(1.0, _MIN_CUT / run.knobs.lr) if self.by_loss else 0.0
         run.knobs.turn_lr(max(self.factor, least), self.rewarm, self.regain, lasting=self.lasting)
@@ -158,7 +142,7 @@ class TightenClip(Remedy):
     factor: float = limited(0.5, above=0, at_most=1)
     to: float = limited(0.0, at_least=0)  # this norm instead
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         run.knobs.turn_clip(1.0 if self.to else self.factor, self.to)
 
 
@@ -172,7 +156,7 @@ class RaiseEps(Remedy):
     def applies(self, case: Case) -> bool:
         return not case.sgd
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         run.knobs.turn_eps(self.factor)
 
 

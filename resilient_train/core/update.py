@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -24,15 +24,13 @@ from resilient_train.core.recovery import Recovery
 from resilient_train.core.state import weights_of
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.updater import Attempt
-from resilient_train.core.vitals import Metrics, landed, mean, mean_metrics, scalar, versions
+from resilient_train.core.vitals import Metrics, landed, mean, scalar, versions
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.types import UpdateResult, Vitals
 
 
 class EngineGuard:
     """The story of each update. `adapters.guard.Guard`, which loops call, begins and ends it."""
-
-    _newest_of_all: ClassVar[int] = 0  # id of the update that any guard of this process began last
 
     def __init__(
         self,
@@ -52,7 +50,7 @@ class EngineGuard:
         self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
         self.stopped = False  # if True, the loop ends before its next update
         self.newest: Vitals | None = None  # the newest update whose verdict is known
-        self.metrics: Metrics = {}  # of that update
+        self.reported: Sequence[Metrics] = ()  # by the objective, of that update
         self._parts, self._recovery = parts, recovery
         self._controls, self._diagnoser = recovery.controls, recovery.diagnoser
         self._backend, self._marks, self._examination, self._store = backend, marks, parts.examiner, store
@@ -122,7 +120,6 @@ class EngineGuard:
         self._turn.begin()
         begun = Transaction(update, self.clock.tick + 1, self.attempted_step + 1, self._marks.take())
         self._current = self._newest = begun
-        EngineGuard._newest_of_all = id(begun)
         self.seeds.for_update(update.start)
         return begun
 
@@ -209,8 +206,6 @@ class EngineGuard:
             raise TrainError(f"guard.{verb} before the loop: iterate over guard.batches(), which makes the batches")
         if (current := self._current) is None or len(current.losses) >= len(current.inputs):
             raise TrainError(TWICE.format(verb=verb))
-        if EngineGuard._newest_of_all != id(current):
-            raise TrainError(TWO_GUARDS)
         return current
 
     def _require_gradient(self, loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
@@ -224,7 +219,7 @@ class EngineGuard:
 
     def _taken(self, begun: Transaction, loss: torch.Tensor) -> torch.Tensor:
         self._computing.close()
-        loss = self._parts.buffers.spoil(scalar(loss))
+        loss = scalar(loss)
         # Rows that could not be fetched, and exceptions, make it NaN: so every rank learns of them and refuses it.
         return torch.full_like(loss, math.nan) if begun.update.failed or begun.raised else loss
 
@@ -285,7 +280,7 @@ class EngineGuard:
             vitals = landed(vitals)
         self.newest = vitals
         self.stopped |= vitals.stop_asked
-        self.metrics = mean_metrics(judged.reported)
+        self.reported = judged.reported
         self._parts.updates.add(vitals)  # refused ones too: they may turn out to have caused a later incident
         scanned = self._examination.verdict()  # of the state before this update
         finding = self._diagnoser.reviewed(vitals, finding)
@@ -377,7 +372,6 @@ class EngineGuard:
         """Called after each update that landed: it has to be cheap most of the time."""
 
 
-_HOW = "for losses that are stepped in turn, as in a GAN, call guard.update(loss, optimizer=...) for each optimizer"
-TWICE = f"guard.{{verb}} was called twice for one batch: {_HOW}"
+HOW = "for losses that are stepped in turn, as in a GAN, call guard.update(loss, optimizer=...) for each optimizer"
+TWICE = f"guard.{{verb}} was called twice for one batch: {HOW}"
 MISSING = "a batch was not handed back: call guard.step(batch), or guard.update(loss)"
-TWO_GUARDS = f"two guards are at work in turn, which would not rewind together: give one of them all networks; {_HOW}"

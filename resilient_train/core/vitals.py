@@ -61,14 +61,6 @@ def mean(values: Sequence[torch.Tensor | float]) -> torch.Tensor:
     return torch.stack([torch.as_tensor(value, dtype=torch.float32, device=device) for value in values]).mean()
 
 
-def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapping[str, torch.Tensor | float]:
-    """Average the metrics of micro-batches, each over those that reported it."""
-    if len(reported) < 2:
-        return reported[0] if reported else {}
-    names = sorted({name for one in reported for name in one})
-    return {name: mean([one[name] for one in reported if name in one]) for name in names}
-
-
 def scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"

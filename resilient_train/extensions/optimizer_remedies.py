@@ -12,9 +12,10 @@ import torch
 from torch.optim import Optimizer
 
 from resilient_train.core.clip import OverRanks, gradients, norm_of, scale
+from resilient_train.core.controls import Controls
 from resilient_train.core.knobs import Numbers
 from resilient_train.core.protocols import Effect
-from resilient_train.core.remedies import Case, Remedy, RunControl, limited
+from resilient_train.core.remedies import Case, Remedy, limited
 from resilient_train.core.updater import Lasting
 from resilient_train.extensions import Extension
 from resilient_train.ground.types import Diagnosis
@@ -102,7 +103,7 @@ class ResetMoments(Remedy):
 
     order = 50
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         run.extension(FurtherRemedies).reset_moments()
 
 
@@ -120,7 +121,7 @@ class LimitLr(Remedy):
     def applies(self, case: Case) -> bool:
         return self.to > 0 or case.diagnosis.usual_rate > 0
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         run.knobs.limit_lr(self.to, self.leapt_to)
 
 
@@ -138,7 +139,7 @@ class LimitUpdate(Remedy):
     def applies(self, case: Case) -> bool:
         return case.sgd
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         lasting = run.extension(FurtherRemedies).lasting
         lasting.share, lasting.limited = self.share, 0
 
@@ -150,7 +151,7 @@ class LowerDecay(Remedy):
     order = 95
     factor: float = limited(0.0, at_least=0, at_most=1)
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         run.extension(FurtherRemedies).lasting.decay *= self.factor
 
 
@@ -163,7 +164,7 @@ class MendEps(Remedy):
     def applies(self, case: Case) -> bool:
         return any("eps_lost" in one for one in case.diagnosis.advice) and not case.facts["mends_eps"]
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         run.extension(FurtherRemedies).lasting.mends_eps = True
 
 
@@ -177,7 +178,7 @@ class LowerLossScale(Remedy):
     def applies(self, case: Case) -> bool:
         return bool(case.facts["loss_scaler"])
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         run.extension(FurtherRemedies).lower_loss_scale(self.factor)
 
 

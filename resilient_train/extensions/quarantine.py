@@ -8,8 +8,9 @@ from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
+from resilient_train.core.controls import Controls
 from resilient_train.core.protocols import Effect
-from resilient_train.core.remedies import Case, Remedy, RunControl
+from resilient_train.core.remedies import Case, Remedy
 from resilient_train.data.rows import fingerprint
 from resilient_train.durable.journal import WriteAttempts, commit_json
 from resilient_train.extensions import Extension
@@ -40,7 +41,7 @@ class QuarantineRows(Remedy):
         """Rows must be known by an index; updates with them that landed must be undone as well."""
         return bool(case.diagnosis.rows) and case.rows > 0 and (not case.anomaly.landed or case.rewinds)
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         run.extension(RowsLeftOut).quarantine(run.incident)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +25,8 @@ from resilient_train.core.randomness import Seeds
 from resilient_train.core.recovery import Recovery
 from resilient_train.core.ring import Ring
 from resilient_train.core.state import Clock, RunState
-from resilient_train.core.update import EngineGuard
+from resilient_train.core.transaction import Transaction, Update
+from resilient_train.core.update import HOW, EngineGuard
 from resilient_train.core.updater import Updater
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
@@ -52,12 +53,13 @@ from resilient_train.loop.hooks import (
 from resilient_train.loop.reporter import REPORT_EVERY, Place, RunReporter, holders, log_to_stderr, place
 from resilient_train.loop.run_process import RunProcess
 from resilient_train.loop.settings import all_checks
-from resilient_train.parts.computation import Computation, Objective
+from resilient_train.parts.computation import Computation, Objective, mean_metrics
 from resilient_train.parts.modes import AnomalyMode, Attributes, BufferWatch
 from resilient_train.parts.run import Run
 from resilient_train.processes.world import World
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
+_TWO_GUARDS = f"two guards are at work in turn, which would not rewind together: give one of them all networks; {HOW}"
 _RECOVERED_AFTER = 50  # accepted updates at least, until an incident counts as recovered
 _FROM_THE_START = (
     "make or load the same model on every rank before it is prepared, and change no weights after that; "
@@ -78,6 +80,8 @@ class Epoch:
 
 class Guard(EngineGuard):
     """Gate, checks, rewinds, remedies and journal around a training loop."""
+
+    _newest_of_all: ClassVar[int] = 0  # id of the guard of this process that began an update last
 
     world: World
     samples: Samples
@@ -180,6 +184,7 @@ class Guard(EngineGuard):
         home = home or place(run_dir, world, bool(resume), tracking, disk)
         incidents = home.incident_log
         try:
+            buffers = BufferWatch(bare)
             backend = Computation(model, unwrapped, measured, anomaly_mode, attributes)
             arguments.check_data(data_changed, samples, incidents, world, is_own_loop)
             run = Run(
@@ -190,7 +195,8 @@ class Guard(EngineGuard):
                 updater=updater,
                 ring=Ring(state, memory or MemoryConfig(every=25, keep=5, max_gib=None), world.least),
                 checks=checks,
-                buffers=BufferWatch(bare),
+                buffers=buffers,
+                across_rewind=buffers.across_rewind,
                 policy=policy,
                 settings=config,
                 best=best,
@@ -320,6 +326,8 @@ class Guard(EngineGuard):
 
     def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
         """Continue after the loop's own forward and backward; with `optimizer` the loss is its own, and it steps."""
+        if self.objective is None:  # which does it itself
+            loss = self._run.buffers.spoil(loss)
         if optimizer is None:
             with self._watched():
                 return super().update(loss)
@@ -383,12 +391,22 @@ class Guard(EngineGuard):
 
     @property
     def incidents(self) -> list[Incident]:
-        return self._recovery.incident_log.incidents
+        return self._run.incident_log.incidents
 
     @property
     def recent_loss(self) -> float | None:
         """The median of the last 50 accepted losses."""
         return self._parts.updates.recent_loss
+
+    def _begin(self, update: Update) -> Transaction:
+        Guard._newest_of_all = id(self)
+        return super()._begin(update)
+
+    def _require_batch(self, verb: str) -> Transaction:
+        begun = super()._require_batch(verb)
+        if Guard._newest_of_all != id(self):
+            raise TrainError(_TWO_GUARDS)
+        return begun
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -409,8 +427,11 @@ class Guard(EngineGuard):
 
     def leave_out(self, *, keeps_buffers: bool = False) -> None:
         """Give up the update at hand. Buffers may stay if they are finite, for which the host waits for the device."""
-        with self._marks.finite_buffers() if keeps_buffers else nullcontext():
-            self._put_back_batch()
+        now = self._marks.take()
+        self._put_back_batch()
+        if keeps_buffers and all(bool(one.isfinite().all()) for one in now.copies):
+            self._marks.put_back(now)
+        self._marks.release(now)
 
     # For the command.
 
@@ -428,7 +449,7 @@ class Guard(EngineGuard):
     def report(self) -> dict[str, float] | None:
         """Return the numbers of the newest update; None if they were reported. All ranks call it, and wait."""
         factors = {name: getattr(self._controls.knobs.values, name) for name in ("lr", "clip", "eps")}
-        read = partial(self.world.mean_metrics, self.metrics)
+        read = partial(self.world.mean_metrics, mean_metrics(self.reported))
         return self.reporter.report(self.newest, read, self.samples.slicing.samples, factors)
 
     @property

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from resilient_train.core.protocols import Buffers, Computed
-from resilient_train.core.vitals import Metrics
+from resilient_train.core.protocols import Computed
+from resilient_train.core.vitals import Metrics, mean
 from resilient_train.ground.errors import ConfigError
-from resilient_train.parts.modes import AnomalyMode, Attributes
+from resilient_train.parts.modes import AnomalyMode, Attributes, BufferWatch
 
 Objective = Callable[[Any, Any], Any]
 
@@ -23,7 +23,7 @@ class Measured:
     def __init__(self, objective: Objective, name: str, key: str = "objective._target_") -> None:
         """`key` is the setting that gave the objective: error messages begin with it."""
         self.objective, self.name, self.key = objective, name, key
-        self.buffers = Buffers()  # of the model that it is called with
+        self.buffers: BufferWatch | None = None  # of the model that it is called with
         self.changes: list[Callable[[torch.Tensor], torch.Tensor]] = []  # of the loss in training, as in a drill
 
     def __call__(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
@@ -35,7 +35,7 @@ class Measured:
             raise self._error(f"returned a loss of shape {list(loss.shape)}: expected a scalar, such as its mean()")
         if not isinstance(given, Mapping):
             raise self._error(f"returned a {type(given).__name__} next to the loss: expected {{name: value}}")
-        loss = self.buffers.spoil(loss.reshape(()))
+        loss = loss.reshape(()) if self.buffers is None else self.buffers.spoil(loss.reshape(()))
         metrics: dict[str, torch.Tensor | float] = {}
         for key, value in given.items():
             if (name := str(key)) == "loss":
@@ -94,3 +94,11 @@ class Computation:
         if graph and not used & set(map(id, weights)):
             return "no weight has a gradient: the loss was not computed with the guarded model, or is detached from it"
         return "no weight has a gradient: call loss.backward(), or accelerator.backward(loss), before"
+
+
+def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapping[str, torch.Tensor | float]:
+    """Average the metrics of micro-batches, each over those that reported it."""
+    if len(reported) < 2:
+        return reported[0] if reported else {}
+    names = sorted({name for one in reported for name in one})
+    return {name: mean([one[name] for one in reported if name in one]) for name in names}

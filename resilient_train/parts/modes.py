@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from resilient_train.core.mark import Mark
-from resilient_train.core.protocols import Buffers, Hook
+from resilient_train.core.protocols import Hook
 from resilient_train.core.transaction import Transaction
 from resilient_train.ground.wording import log
 
@@ -68,7 +68,7 @@ _COSTLY = (
 )
 
 
-class BufferWatch(Buffers):
+class BufferWatch:
     """Makes the loss NaN as soon as a watched buffer is not finite. It watches those that a rewind had to restore."""
 
     def __init__(self, model: nn.Module) -> None:

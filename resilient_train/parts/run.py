@@ -17,6 +17,7 @@ from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.ground.types import Facts
 from resilient_train.parts.best import BestLevel
 from resilient_train.parts.computation import Computation
+from resilient_train.parts.modes import BufferWatch
 
 
 @dataclass(kw_only=True)
@@ -30,6 +31,7 @@ class Run(RunParts):
     is_patched: Callable[[str, int, str], bool] = lambda file, line, op: False  # whether what breaks there is repaired
     handled_lines: set[tuple[str, int, str]] = field(default_factory=set)  # of operations: patched, or cannot be
     backend: Computation
+    buffers: BufferWatch
     marks: Marks
     seeds: Seeds
     incident_log: IncidentLog

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from resilient_train.core.checks import ChecksConfig
 from resilient_train.core.decide import decide
@@ -126,7 +126,7 @@ def trained(
         if not is_mild(decision.actions):
             run.knobs.trouble()
         for action in decision.actions:
-            remedy(action).apply(run)
+            remedy(action).apply(cast(Any, run))
         history.record_treatment(replace(incident, rewound_to=run.rewound_to))
     history.close_all(Outcome.RECOVERED)
     return run, history

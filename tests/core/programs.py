@@ -51,6 +51,7 @@ MEETS = {  # the signals of the incident
     "bit": {
         "loss_spike",
         "nonfinite_loss",
+        "nonfinite_grad",
         "weights_jump",
         "nonfinite_weights",
     },  # a weight is suddenly as large as a number can be

@@ -80,7 +80,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # how it is
         lambda item: item.state.move_to_end("b") or item.state["a"]["z"].add_(1),
     ),
     "subclasses": (
-        lambda: Holder({"of": Counter({3: 1}), "by": defaultdict(list, {7: [1.5]}), "size": torch.Size([2, 3])}),
+        lambda: Holder({"of": Counter({3: 1}), "by": defaultdict(list, {7: [1.5]})}),
         lambda item: item.state["of"].update([3, 4]) or item.state["by"][8].append(-2),
     ),
     "plain": (

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from cases import ANY, Run, decisions, default, landed, met, refused, rungs, trained, unknown
@@ -195,7 +195,7 @@ def test_the_cut_is_as_deep_as_the_loss_is_high(mildest: float, off: float, fact
     assert cut(mildest, off) == pytest.approx(factor)
     policy = parse(default([{"lower_lr": {"factor": mildest, "by_loss": True}}]))
     (decision,) = decisions(policy, [landed(9)], replace(ANY, loss_excess=off))
-    remedy(decision.actions[0]).apply(run := Run())
+    remedy(decision.actions[0]).apply(run := cast(Any, Run()))
     assert run.knobs.values.lr == pytest.approx(max(factor, 0.01))
 
 
@@ -280,7 +280,7 @@ def test_a_remedy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     policy = parse(default([{"my_remedies.Halve": {"times": 2}}, "skip"]))
     (decision,) = decisions(policy, [refused(1)])
     assert decision.actions == (Action("skip"), Action("my_remedies.Halve", {"times": 2}))
-    remedy(decision.actions[1]).apply(run := Run())
+    remedy(decision.actions[1]).apply(run := cast(Any, Run()))
     assert run.knobs.values.lr == 0.25
     for entry, said in {
         "my_remedies.Half": "cannot be imported: my_remedies has no Half; did you mean Halve?",

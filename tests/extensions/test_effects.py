@@ -40,7 +40,8 @@ def plain(state: Any) -> Any:
 def test_entries_of_the_journal_add_up_to_the_whole() -> None:
     """Lists are noted by what was added, and whole after something was undone; rows stay in quarantine."""
     mine, history = controls(), RunHistory()
-    samples, before = mine._parts.samples, mine.effects.state_dict()
+    samples: Any = mine._parts.samples
+    before = mine.effects.state_dict()
     made: list[tuple[Callable[[], None], bool]] = [
         (lambda: samples.skip(8, 16), False),  # the first entry of a process has all
         (lambda: mine.extension(RowsLeftOut).add(dict.fromkeys((3, 9), fact("text", text="x is NaN")), 4, 1), True),

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from cases import Fault, Run, decisions, default, landed, refused, rungs, trained, unknown
@@ -393,4 +393,4 @@ def test_every_remedy_works_as_the_case_settles_its_defaults() -> None:
     for kind in KNOWN.values():
         assert kind.__doc__
         given: dict[str, Any] = {"of": ()} if kind is Trial else {}
-        kind(**{**given, **kind(**given).settings_for(case)}).apply(Run(lasting=LastingRemedies()))
+        kind(**{**given, **kind(**given).settings_for(case)}).apply(cast(Any, Run(lasting=LastingRemedies())))

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from resilient_train.core.controls import Controls
 from resilient_train.core.protocols import Computed, OnError
-from resilient_train.core.remedies import Case, Remedy, RunControl
+from resilient_train.core.remedies import Case, Remedy
 from resilient_train.core.transaction import Transaction
 from resilient_train.extensions import Extension
 from resilient_train.extensions.armor.armor import is_patched
@@ -32,7 +33,7 @@ class PatchOperation(Remedy):
     def applies(self, case: Case) -> bool:
         return bool(case.facts["armor"])
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         run.extension(PatchedLines).patch(run.incident)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +79,7 @@ class Replay:
         # The microscope cannot look into a fused kernel.
         in_eager = torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext()
         # Unscaled: what is not finite then is no overflow that a lower scale prevents.
-        with self.marks.preserved(), self.attributes.preserved(attributes), randomness.preserved(self.device), in_eager:
+        with unscaled(self.marks), self.attributes.preserved(attributes), randomness.preserved(self.device), in_eager:
             try:
                 with watching or nullcontext():
                     return self._measured([_copied(batch) for batch in batches], start, watching)
@@ -133,3 +133,16 @@ class Replay:
 def _copied(batch: Any) -> Any:
     """The same tensors in other containers: an objective may remove entries."""
     return rebuilt(batch, lambda leaf: leaf if isinstance(leaf, Tensor) else copy.copy(leaf))
+
+
+@contextmanager
+def unscaled(marks: Marks) -> Iterator[None]:
+    """Begin with an unscaled loss; at the end everything is as it was before."""
+    before = marks.take()
+    for one in marks.scale()[:1]:
+        one.fill_(1.0)
+    try:
+        yield
+    finally:
+        marks.undo(before)
+        marks.release(before)

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from resilient_train.core.checks import Check
+from resilient_train.core.controls import Controls
 from resilient_train.core.loss import Level
 from resilient_train.core.mark import Mark
 from resilient_train.core.policy import actions_of, each_of
 from resilient_train.core.protocols import Effect, Hook
-from resilient_train.core.remedies import Case, Remedy, RunControl, applicable, limited, remedy
+from resilient_train.core.remedies import Case, Remedy, applicable, limited, remedy
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import local_part
@@ -109,7 +110,7 @@ class Trial(Remedy):
         cost = cost_of(len(arms) * self.steps, (len(arms) + 2) * JUDGED)  # twice before the arms
         return len(arms) > 1 and cost <= case.facts["trial_updates"]
 
-    def apply(self, run: RunControl) -> None:
+    def apply(self, run: Controls) -> None:
         run.extension(Trials).apply_best(self.of, self.steps)
 
 
