@@ -76,7 +76,7 @@ class Controls:
         return next(one for one in self._parts.extensions if isinstance(one, kind))
 
     def rewind(self, older: int = 0, steps: int = 0) -> None:
-        """Go to the newest verified state not after `since`, `older` before it, `steps` back at least; or the oldest."""
+        """Go to the newest verified state not after `since`, `older` before it, `steps` back at least, or oldest."""
         parts, anomaly = self._parts, self.incident.anomaly
         with parts.across_rewind():
             if verified := parts.ring.verified_until(anomaly.since):

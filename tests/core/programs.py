@@ -48,13 +48,8 @@ class Fault(NamedTuple):
 
 MEETS = {  # the signals of the incident
     "row": {"nonfinite_batch", "nonfinite_loss"},  # NaN in the data set; a scan of the batch knows it is that
-    "bit": {
-        "loss_spike",
-        "nonfinite_loss",
-        "nonfinite_grad",
-        "weights_jump",
-        "nonfinite_weights",
-    },  # a weight is suddenly as large as a number can be
+    # A weight is suddenly 1e30.
+    "bit": {"loss_spike", "nonfinite_loss", "nonfinite_grad", "weights_jump", "nonfinite_weights"},
     "drift": {"loss_spike", "weights_jump"},  # weights are suddenly others, and every update lands
     "loss": {"nonfinite_loss"},
     "gradient": {"nonfinite_grad"},

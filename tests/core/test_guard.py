@@ -28,6 +28,7 @@ from torch import nn, optim
 
 from resilient_train.ground.errors import GaveUp
 from resilient_train.ground.reader import MemoryConfig
+from resilient_train.loop.guard import Guard
 
 
 def no_norm() -> nn.Module:
@@ -224,3 +225,20 @@ def test_knobs_that_a_remedy_turned_shape_the_updates() -> None:
         assert (knobs.lr, knobs.clip, knobs.eps) == ((0.25, 0.5, 10.0) if at else (1.0, 1.0, 1.0))
     turned, usual = groups
     assert (turned["lr"], turned["eps"]) == pytest.approx((0.25 * usual["lr"], 10 * usual["eps"]))
+
+
+def test_what_a_remedy_turned_outlives_the_process(tmp_path: Path) -> None:
+    """A run that is asked to stop leaves its newest state, and the next process continues there with the knobs."""
+    turns = {"ladders": {"default": [["rewind", {"lower_lr": {"factor": 0.25}}]]}}
+    on_disk: dict[str, Any] = {"run_dir": tmp_path, "resume": True, "disk": 5}
+    more = {"recovery": turns, "memory": often(5), "verify_after": 3, **on_disk}
+    first: Guard = guarded(adamw, None, stop=lambda: first.clock.step >= 30, **more)
+    handed_over(first, At("loss", 20), 40)
+    assert first.stopped
+    assert first.leave() is not None
+    first.close()
+    second = guarded(adamw, None, **more)
+    assert second.resume()
+    assert (second.clock.step, second._controls.knobs.values.lr) == (first.clock.step, 0.25)
+    handed_over(second, At("none"), 40)
+    assert (second.clock.step, second._controls.knobs.values.lr) == (40, 0.25)
