@@ -49,9 +49,9 @@ def stand(run_dir: Path) -> Stand:
     with contextlib.suppress(OSError):
         content = (run_dir / "progress").read_bytes()
         for slot in (content[:_SLOT], content[_SLOT:]):
-            body, _, crc = slot.rstrip().rpartition(b', "crc": "')
-            if crc and zlib.crc32(body) == int(crc[:8], 16):
-                node = json.loads(body + b"}")
+            sealed = re.fullmatch(rb'(.*), "crc": "([0-9a-f]{8})"}', slot.rstrip())
+            if sealed is not None and zlib.crc32(sealed[1]) == int(sealed[2], 16):  # it may be being written
+                node = json.loads(sealed[1] + b"}")
                 found = max(found, Stand(node["n"], *node["position"]))
     return found
 

@@ -233,7 +233,7 @@ def test_an_open_incident_is_closed_and_counted_by_whoever_goes_on(nursery: Nurs
     """Once, with the updates that the killed process made counted; the next of its kind takes the second rung."""
     run_dir = nursery.place / "open"
     ladder = "[{do:[skip],strikes:1},{do:[skip,{lower_lr:{factor:0.5}}],strikes:1}]"
-    arguments = [*TREATED, *PLAIN_ROWS, "drill=nan_grad", "drill.at=[80,150]", "run.dir=open"]
+    arguments = [*TREATED, *PLAIN_ROWS, "drill=nan_grad", "drill.at=[80,140]", "run.dir=open"]
     arguments += [f"recovery.ladders.default={ladder}", f"recovery.ladders.transient={ladder}"]
     assert nursery.struck(signal.SIGKILL, run_dir, 100, *arguments, hold=110) == -signal.SIGKILL
     (chapter,) = read_story(run_dir).chapters
