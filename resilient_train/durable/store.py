@@ -32,7 +32,7 @@ MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 VERIFIED, CANDIDATE, DEMOTED = "verified", "candidate", "demoted"
 
 
-_FORMAT = 5
+_FORMAT = 4
 _NAME = re.compile(r"step-(\d{8,18})(\.\d+)?")
 
 
