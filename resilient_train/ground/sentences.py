@@ -230,7 +230,7 @@ EVIDENCE = {
     "weight_jumped": "weights jumped: {name} {what} {before:.4g} -> {now:.4g} where {updates:update} can reach {bound:.4g}",
     "weight_huge": "weights jumped: {name} max |w| {before:.4g} -> {now:.4g}, the model's largest was {largest:.4g}",
     "moment_negative": "a second moment is negative: {name} holds {value:.4g}, the root of which is taken",
-    "moments_shrank": "second moments shrank: {name} max {before:.4g} -> {now:.4g} where {updates} updates leave {least:.4g} at least",
+    "moments_shrank": "second moments shrank: {name} sums to {before:.4g} -> {now:.4g} where {updates} updates leave {least:.4g} at least",
     "statistics_out": "running statistics jumped: `{name}` max {before:.3g} -> {now:.3g}",
     "replicas_differ": "replicas differ< in `{name}`, {apart} of {count:tensor}>: {ranks:ranks} of {size}",
     "decided_differently": "{ranks:ranks} decided differently",

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from resilient_train.core import protocols
 from resilient_train.core.loss import Every
 from resilient_train.core.tree import Tree
-from resilient_train.extensions.scans.layout import Layout, depths, digest, largest, lengths, measured
+from resilient_train.extensions.scans.layout import Layout, depths, digest, largest, lengths, measured, sums
 from resilient_train.extensions.scans.weights import Found, Measured, Moments, Norms, Numbers, Scan, Watched, Weights
 from resilient_train.ground.types import Anomaly, Signal, fact
 from resilient_train.ground.wording import log, say
@@ -111,7 +111,8 @@ class Scans(protocols.Scans):
         found = layout.tensors(due, kept, has_ranks=self._has_ranks)
         self._pending = step, due, [one for one, _ in found]
         rows = [
-            measured(largest, [tensor for _, tensor in found], layout.device),
+            measured(largest, [tensor for one, tensor in found if not one.rule], layout.device),
+            measured(sums, [tensor for one, tensor in found if one.rule], layout.device),
             measured(lengths, [tensor for one, tensor in found if one.is_weight], layout.device),
             measured(depths, [tensor for one, tensor in found if one.rule], layout.device),
         ]
@@ -207,7 +208,11 @@ class Scans(protocols.Scans):
 
 def _of(scan: str, watched: Sequence[Watched], values: Sequence[float]) -> Measured:
     """Return the numbers of what one scan looks at, from a vector of all."""
+    plain = sum(not one.rule for one in watched)
+    sizes, totals = iter(values[:plain]), iter(values[plain : len(watched)])
     more = iter(values[len(watched) :])  # of weights, and of second moments, which follow them
-    pairs = zip(watched, values[: len(watched)], strict=True)
-    numbers = [(one, Numbers(value, next(more) if one.is_weight or one.rule else 0.0)) for one, value in pairs]
-    return [(one, each) for one, each in numbers if one.scan == scan]
+    numbers = [
+        Numbers(next(totals if one.rule else sizes), next(more) if one.is_weight or one.rule else 0.0)
+        for one in watched
+    ]
+    return [(one, each) for one, each in zip(watched, numbers, strict=True) if one.scan == scan]

@@ -19,7 +19,7 @@ from resilient_train.ground.types import Facts, Signal, fact
 KEPT = "kept."  # how the names of tensors begin that the user keeps
 _REMARKABLE = 0.25  # of its size: a smaller change is no jump, as rounding and a loop that shrinks its weights make it
 _LOUD = 100.0  # times the largest weight of the model
-_SLACK = 1.5  # of second moments: those of bfloat16 lose small changes to rounding
+_ROUNDING = 1 + 2**-8  # of second moments in bfloat16, in each update
 _TINY = 1e-30  # smaller moments of float32 have lost their precision
 _LEAST = 1e-3  # of statistics: those of a layer without input fade to nothing
 # Moments that cannot be negative, by torch's names for them. "fades": an update leaves at least a share of it,
@@ -41,7 +41,7 @@ class Watched(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    largest: float  # absolute value
+    largest: float  # absolute value; of a second moment the sum
     more: float = 0.0  # of a weight its L2 norm, of a second moment how far it goes below zero
 
 
@@ -131,8 +131,8 @@ class Path:
 
     def reach(self, largest: float, length: float) -> tuple[float, float]:
         """How far the largest element of a tensor can have moved, and its norm: inf where the element says it all."""
-        element, whole = self.element + self.whole, inf if self.element else self.whole
-        return element + self.decay * (largest + element), whole + self.decay * (length + whole)
+        element, whole = self.element + self.whole, self.whole + self.decay * (length + self.whole)
+        return element + self.decay * (largest + element), inf if self.element else whole
 
 
 def _sum(share: float) -> float:
@@ -253,7 +253,11 @@ class Moments(Scan):
         if one.group is None or one.rule not in ("fades", "never"):
             return 0.0, ()
         path = self.paths[one.group]
-        least = before.largest * (1.0 if one.rule == "never" else path.left) / (self.config.margin * _SLACK)
+        least = (
+            before.largest
+            * (1.0 if one.rule == "never" else path.left)
+            / (self.config.margin * _ROUNDING**path.updates)
+        )
         sizes = {"before": before.largest, "now": now.largest, "least": least}
         excess = least / now.largest if now.largest else inf
         return excess if least > _TINY else 0.0, fact("moments_shrank", name=one.name, updates=path.updates, **sizes)
