@@ -127,6 +127,11 @@ def computes(name: str) -> bool:
 
 
 @_constant
+def is_torchs_own(kind: type) -> bool:
+    return kind.__module__.startswith("torch.")
+
+
+@_constant
 def is_torchs_code(called: Any) -> bool:
     """Say whether it is a function of torch's, or a method of its objects, written in Python and about numbers."""
     function = inspect.unwrap(getattr(called, "__func__", called))

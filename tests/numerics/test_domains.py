@@ -13,7 +13,6 @@ from torch import Tensor
 from torch import distributions as d
 from torch.nn import functional as F
 
-from resilient_train.extensions.armor import replacements
 from resilient_train.extensions.armor.domains import call, call_distribution, has_value
 
 MADE: dict[str, tuple[Callable[..., Any], Callable[[Tensor], dict[str, Any]]]] = {
@@ -84,16 +83,6 @@ def test_a_value_outside_of_the_support_is_moved() -> None:
         assert got.isfinite().all()
         assert got[1] == beta.log_prob(torch.tensor(0.5))[1]  # type: ignore[no-untyped-call]
         assert call_distribution(uniform.log_prob, (torch.tensor(bad),), {}).isfinite()
-
-
-def test_torchs_own_code_is_armored_where_a_users_line_calls_it() -> None:
-    """The density of a Beta at 0 is a logarithm of 0 in torch's Python code."""
-    shape = torch.tensor(2.0, requires_grad=True)
-    rates = torch.tensor([0.0, 0.25, 0.5])
-    density = replacements.method("log_prob")(d.Beta(shape, 3.0), rates)
-    assert density.isfinite().all()
-    assert torch.equal(density[1:], d.Beta(shape, 3.0).log_prob(rates)[1:])  # type: ignore[no-untyped-call]
-    assert math.isfinite(torch.autograd.grad(density.sum(), shape)[0].item())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@
 - A NaN becomes 0. An infinity becomes the largest magnitude among the other results, with its sign: a value far beyond
   its neighbours drowns a sum, a loss, or the gradients of the weights behind it. Where no result is finite it becomes
   0. But a single number, which may be the loss, becomes a large one, so that the checks see that it broke.
-- The gradient there is zero.
+- The gradient there is zero, or, for pointwise operations, one that leads back (`led_back`).
 
 Nothing here waits for the device, looks at frames, or keeps anything from one call for the next: a checkpoint that
 computes it a second time gets the same, and a compiler can trace all of it.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
-from operator import gt
+from operator import add, gt
 from typing import Any
 
 import torch
@@ -28,6 +28,75 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from resilient_train.extensions.armor.domains import Operation, call
 from resilient_train.ground.operations import family, is_pointwise
+
+_STEEPEST = 1.0
+_MOST = 2**20  # elements of a result: what is computed here takes several times its memory
+
+
+def led_back(value: Tensor, broken: Tensor, bare: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the value of a pointwise operation with a gradient for what broke in it, unless a step aside breaks it."""
+    places = [place for place, one in enumerate(args) if is_repairable(one)]
+    if not torch.is_grad_enabled() or not any(args[place].requires_grad for place in places):
+        return value
+    if any(isinstance(one, Tensor) for one in kwargs.values()) or broken.numel() > _MOST:
+        return value
+    with torch.no_grad():
+        taken = [one.detach().expand(broken.shape) if isinstance(one, Tensor) else one for one in args]
+
+        def evaluate(points: list[Any], place: int, x: Tensor) -> Tensor:
+            return bare(*points[:place], x, *points[place + 1 :], **kwargs)  # type: ignore[no-any-return]
+
+        points, lost = list(taken), broken
+        for place in places:
+            x = taken[place]
+            outward = torch.copysign(torch.full_like(x, _nearby(x.dtype)), x)
+            for tried in (x + outward, x - outward):
+                fine = lost & ~is_lost(evaluate(points, place, tried))
+                points[place] = torch.where(fine, tried, points[place])
+                lost = lost & ~fine
+        here, moved = bare(*points, **kwargs), broken & ~lost
+    for place in places:
+        with torch.no_grad():
+            x, point = taken[place], points[place]
+            inward = torch.sign(point - x)
+            step = _nearby(x.dtype) * torch.clamp(point.abs(), min=1.0).sqrt()  # between rounding and curvature
+            there = point + torch.copysign(step, torch.where(inward == 0.0, x, inward))
+            rise = evaluate(points, place, there) - here
+            slope = torch.nan_to_num(rise / (there - point), 0.0, 0.0, 0.0).clamp(-_STEEPEST, _STEEPEST)
+            slope = torch.where(moved, slope, 0.0).to(value.dtype)
+        value = value + _applied(_LedBack, args[place].expand(value.shape), slope, inward)
+    return value
+
+
+def _nearby(dtype: torch.dtype) -> float:
+    return math.sqrt(torch.finfo(dtype).eps)
+
+
+class _LedBack(Function):
+    """Zeros. Backward it gives an input the gradient that leads its broken elements inward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: Tensor, slope: Tensor, inward: Tensor) -> Tensor:
+        return torch.zeros_like(slope)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)  # where no gradient arrives, none is passed on
+        ctx.save_for_backward(*inputs[1:])
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None
+        slope, inward = ctx.saved_tensors
+        pull = grad * slope  # a descent goes against it
+        leads_in = (torch.sign(pull) * inward <= 0.0) & (slope != 0.0)  # no gradient where a NaN arrives
+        limit = torch.finfo(ctx.dtype).max
+        return torch.where(leads_in, pull, 0.0).clamp(-limit, limit).to(ctx.dtype), None, None
+
 
 # A square of it, or a sum of billions, is finite; in float16, whose range is small, a sum of sixteen.
 _BOUND = {torch.float16: 2.0**12}
@@ -63,24 +132,27 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
             bound = max(bound, torch.finfo(still.dtype).max / (2 * still.shape[-1]))
         sizes = torch.nan_to_num(still.abs(), 0.0, 0.0)
         limit = torch.full_like(still, bound) if still.numel() == 1 else sizes.amax().clamp(max=bound)
-        return torch.where(broken, torch.nan_to_num(torch.clamp(still, -limit, limit)), value)
+        repaired = torch.where(broken, torch.nan_to_num(torch.clamp(still, -limit, limit)), value)
+        return led_back(repaired, broken, bare, args, kwargs) if pointwise else repaired
 
     return tree_map(repair, call(bare, name, guarded_args, guarded_kwargs))
 
 
 def _broken_by(leaves: Sequence[Any], pointwise: bool) -> Callable[[Tensor], Tensor]:
     """Return what says where a result, but no input, is not finite. In few passes over memory, which are the cost."""
-    # Constants, too: `masked_fill(mask, -inf)`.
-    constants = [torch.tensor(leaf, dtype=torch.float64) for leaf in leaves if isinstance(leaf, float)]
-    numbers = [*(leaf.detach() for leaf in leaves if is_repairable(leaf)), *constants]
+    numbers = [leaf.detach() for leaf in leaves if is_repairable(leaf)]
+    constants = [leaf for leaf in leaves if isinstance(leaf, float)]  # `masked_fill(mask, -inf)`
     nan, zeros = [leaf != leaf for leaf in numbers], [leaf - leaf for leaf in numbers]  # NaN, if not of finite ones
     if not pointwise:
         nan, zeros = [mask.any() for mask in nan], [zero.sum() for zero in zeros]
-    is_finite = sum(zeros) == 0.0
+    masks: list[Tensor | bool] = [*nan, *[True] * any(map(math.isnan, constants))]
+    finite: Tensor | bool = not any(map(math.isinf, constants))
+    if zeros:
+        finite = (reduce(add, zeros) == 0.0) & finite
 
     def broken(result: Tensor) -> Tensor:
-        found: Tensor = reduce(gt, nan, result != result) | ((result.abs() == math.inf) & is_finite)
-        return found
+        found = reduce(gt, masks, result != result)
+        return found | ((result.abs() == math.inf) & finite)
 
     return broken
 

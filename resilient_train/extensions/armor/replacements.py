@@ -9,7 +9,7 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from resilient_train.extensions.armor.domains import Operation, call_distribution, is_distribution
@@ -17,6 +17,7 @@ from resilient_train.extensions.armor.repair import call_and_repair, guarded, is
 from resilient_train.ground.operations import (
     computes,
     is_torchs_code,
+    is_torchs_own,
     name_in_mode,
     overloads,
     torchs_name,
@@ -69,9 +70,13 @@ def widened(value: Any, wider: Any, bare: Any) -> Any:
 
 def call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
     """What is called instead of `called(...)`. In code of torch's every operation is armored: no line says which."""
-    if name := torchs_name(called):
+    if isinstance(called, nn.Module):
+        is_torchs = all(is_torchs_own(type(part)) for part in called.modules())
+    elif name := torchs_name(called):
         return call_and_repair(called, name, args, kwargs)
-    if not is_torchs_code(called) and not is_distribution(called):
+    else:
+        is_torchs = is_torchs_code(called) or is_distribution(called)
+    if not is_torchs:
         return called(*args, **kwargs)
     with _EveryOperation():
         return call_distribution(called, args, kwargs) if is_distribution(called) else called(*args, **kwargs)
