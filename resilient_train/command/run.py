@@ -43,7 +43,7 @@ from resilient_train.ground.secrets import masked
 from resilient_train.ground.types import Action, Anomaly, Decision, Signal, by_signal, fact
 from resilient_train.ground.wording import IN_FILE_ONLY, counted, log, say
 from resilient_train.loop.reporter import Place, finish_uploads, note_error, print_review, write_summary
-from resilient_train.processes.process_exit import StopRequests
+from resilient_train.processes.process_exit import StopRequests, has_lost_sibling
 from resilient_train.processes.watchdog import Hang, Phase, Watchdog
 from resilient_train.processes.world import World, is_lost_peer
 from resilient_train.report import tracker as tracking
@@ -379,7 +379,7 @@ class _Session:
         failure = endings.failure(self.directory.path)
         if isinstance(error, Stopped):  # by a launcher since another failed, or by a person or a scheduler
             has_agreed = self.run is not None and self.run.guard.stopped
-            has_failed = not has_agreed and bool(failure)
+            has_failed = not has_agreed and bool(failure or has_lost_sibling())
         else:
             has_failed = error is not None and is_lost_peer(error)
         return failure if has_failed and self.world.size > 1 else None

@@ -12,6 +12,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import psutil
+
 from resilient_train.ground.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -129,3 +131,16 @@ def exit_with_parent(worker: int = 0) -> None:
     """Let the kernel end this process as soon as the thread that started it has ended. Only Linux can."""
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def has_lost_sibling() -> bool:
+    """Say whether fewer processes are left on this host than the agent started: that is why it asks to stop."""
+    started = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if _AGENT not in os.environ or not started.isdigit():
+        return False
+    alive = 0
+    with suppress(psutil.Error, OSError):
+        for child in psutil.Process(os.getppid()).children():
+            with suppress(psutil.Error):
+                alive += child.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return 0 < alive < int(started)
