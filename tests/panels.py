@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from resilient_train.extensions import load
-from resilient_train.extensions.checks.rate import NoProgress
 from resilient_train.extensions.on_purpose import Experiment
+from resilient_train.extensions.trials.no_progress import NoProgress
 from resilient_train.loop.settings import all_checks, named
 
 

@@ -27,7 +27,6 @@ from resilient_train.durable.resume import Resume
 from resilient_train.durable.run_history import history_of
 from resilient_train.durable.store import WEIGHTS
 from resilient_train.extensions import best_weights as weights
-from resilient_train.extensions.diagnosis.frames import called_by_us, is_users
 from resilient_train.ground.errors import (
     ConfigError,
     DirectoryInUse,
@@ -43,6 +42,7 @@ from resilient_train.ground.secrets import masked
 from resilient_train.ground.types import Action, Anomaly, Decision, Signal, by_signal, fact
 from resilient_train.ground.wording import IN_FILE_ONLY, counted, log, say
 from resilient_train.loop.reporter import Place, finish_uploads, note_error, print_review, write_summary
+from resilient_train.parts.code_lines import called_by_us, is_users
 from resilient_train.processes.process_exit import StopRequests, has_lost_sibling
 from resilient_train.processes.watchdog import Hang, Phase, Watchdog
 from resilient_train.processes.world import World, is_lost_peer

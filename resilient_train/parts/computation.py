@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from resilient_train.core.protocols import Computed
 from resilient_train.core.vitals import Metrics, mean
 from resilient_train.ground.errors import ConfigError
+from resilient_train.ground.types import Facts, fact
 from resilient_train.parts.modes import AnomalyMode, Attributes, BufferWatch
 
 Objective = Callable[[Any, Any], Any]
@@ -102,3 +104,17 @@ def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapp
         return reported[0] if reported else {}
     names = sorted({name for one in reported for name in one})
     return {name: mean([one[name] for one in reported if name in one]) for name in names}
+
+
+def nonfinite(norms: Mapping[str, float]) -> Facts:
+    """Say which weights, in order, have gradients that are not finite. Backward meets layers in reverse: if all up
+    to one are affected, it began there.
+    """
+    names = [name for name, norm in norms.items() if not isfinite(norm)]
+    if not names:
+        return ()
+    if 1 < len(names) == len(norms):
+        return fact("no_gradient_finite")
+    is_up_to_one = len(names) > 1 and names == [*norms][: len(names)]
+    began = (names[-1].rpartition(".")[0] or names[-1]) if is_up_to_one else ""
+    return fact("gradients_not_finite", names=names, bad=len(names), count=len(norms), began=began)

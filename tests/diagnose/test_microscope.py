@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from resilient_train.extensions.armor.armor import Armor, is_patched
-from resilient_train.extensions.diagnosis.frames import Line
 from resilient_train.extensions.diagnosis.microscope import Microscope
 from resilient_train.ground.operations import op_name
+from resilient_train.parts.code_lines import Line
 
 HERE = __file__
 

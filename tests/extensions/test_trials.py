@@ -31,10 +31,9 @@ from torch.utils.data import TensorDataset
 from resilient_train.core.policy import Budget
 from resilient_train.data.trees import state_sha256, weights_sha256
 from resilient_train.durable.run_history import as_line, from_line
-from resilient_train.extensions.checks.config import NoProgressConfig
-from resilient_train.extensions.checks.rate import NoProgress
 from resilient_train.extensions.trials import Trials, travelled
 from resilient_train.extensions.trials.arithmetic import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
+from resilient_train.extensions.trials.no_progress import NoProgress, NoProgressConfig
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.types import Action, Signal, Tried, Vitals
 from resilient_train.ground.wording import describe

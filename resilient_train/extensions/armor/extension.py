@@ -18,9 +18,9 @@ from resilient_train.extensions import Extension
 from resilient_train.extensions.armor.armor import is_patched
 from resilient_train.extensions.armor.domains import has_value
 from resilient_train.extensions.armor.patches import Patches
-from resilient_train.extensions.diagnosis.frames import Line, line_of
 from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.types import Diagnosis, Incident
+from resilient_train.parts.code_lines import Line, line_of
 from resilient_train.parts.run import Run
 
 

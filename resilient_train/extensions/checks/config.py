@@ -28,12 +28,5 @@ class RateConfig(ReferenceConfig):
 
 
 @dataclass
-class NoProgressConfig(Every):
-    window: int = limited(at_least=16)
-    share: float = limited(above=0)
-    travel: float = limited(above=0)
-
-
-@dataclass
 class ScaleConfig(Every):
     lowest: float = limited(at_least=0)

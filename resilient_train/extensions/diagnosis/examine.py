@@ -18,9 +18,9 @@ from resilient_train.extensions.diagnosis import rows, verdict
 from resilient_train.extensions.diagnosis.frames import Layers, Output, floating, statistics
 from resilient_train.extensions.diagnosis.replay import Replay
 from resilient_train.extensions.diagnosis.verdict import Observations
-from resilient_train.extensions.scans.layout import nonfinite
 from resilient_train.ground.types import Diagnosis
 from resilient_train.ground.wording import blamed, say
+from resilient_train.parts.computation import nonfinite
 from resilient_train.parts.modes import Attributes
 
 _TITLES = ("layer", "class", "output", "from", "to", "not finite", "gradient there")

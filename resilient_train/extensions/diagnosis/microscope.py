@@ -26,21 +26,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from resilient_train.core.tree import leaves
 from resilient_train.extensions.diagnosis.frames import (
-    REPLAY,
-    Line,
     broken,
     floating,
-    is_users,
     kinds_of,
     kinds_of_numbers,
-    line_of,
     memory_of,
     statistics,
-    user_line,
 )
 from resilient_train.extensions.diagnosis.verdict import Observations, is_plain
 from resilient_train.ground.operations import is_in_place, is_random, op_name
 from resilient_train.ground.types import Culprit
+from resilient_train.parts.code_lines import CALLERS, Line, is_users, line_of, user_line
 
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
 _ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "data")  # that run operations
@@ -334,7 +330,7 @@ def _made_at(node: Any) -> Line | None:
     """The user's line that a node was made at, which anomaly mode keeps."""
     for entry in reversed(node.metadata.get("traceback_") or ()):
         found = _IN_TRACEBACK.search(entry)
-        if found and found[1] == REPLAY:
+        if found and found[1] in CALLERS:
             break
         if found and is_users(found[1]):
             return Line(found[1], int(found[2]))

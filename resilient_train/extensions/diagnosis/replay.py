@@ -22,7 +22,10 @@ from resilient_train.extensions.diagnosis.frames import Layers
 from resilient_train.extensions.diagnosis.microscope import Microscope, Origin
 from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.types import Facts
+from resilient_train.parts.code_lines import CALLERS
 from resilient_train.parts.modes import Attributes, Saved
+
+CALLERS.add(__file__)
 
 
 @dataclass(frozen=True, slots=True)

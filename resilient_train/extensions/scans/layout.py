@@ -6,7 +6,7 @@ The inf-norm of `_foreach_norm` is the fastest on a GPU; on a CPU it takes 15 ti
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from math import inf, isfinite
+from math import inf
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from resilient_train.core.tree import Tree, is_sharded, local_part
 from resilient_train.data.trees import sorted_leaves
 from resilient_train.extensions.scans.weights import KEPT, SQUARES, Watched
-from resilient_train.ground.types import Facts, fact
 from resilient_train.ground.wording import log
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -196,17 +195,3 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     row = torch.cat([torch.cat(some).long() for some in by_type.values()])
     factors = torch.arange(1, 2 * len(row), 2, device=device).mul_(_DIGEST_FACTOR)  # odd times odd
     return (row * factors).sum()
-
-
-def nonfinite(norms: Mapping[str, float]) -> Facts:
-    """Say which weights, in order, have gradients that are not finite. Backward meets layers in reverse: if all up
-    to one are affected, it began there.
-    """
-    names = [name for name, norm in norms.items() if not isfinite(norm)]
-    if not names:
-        return ()
-    if 1 < len(names) == len(norms):
-        return fact("no_gradient_finite")
-    is_up_to_one = len(names) > 1 and names == [*norms][: len(names)]
-    began = (names[-1].rpartition(".")[0] or names[-1]) if is_up_to_one else ""
-    return fact("gradients_not_finite", names=names, bad=len(names), count=len(norms), began=began)

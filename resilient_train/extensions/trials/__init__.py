@@ -28,8 +28,6 @@ from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import local_part
 from resilient_train.core.vitals import mean, scalar
 from resilient_train.extensions import Extension
-from resilient_train.extensions.checks.config import NoProgressConfig
-from resilient_train.extensions.checks.rate import NoProgress
 from resilient_train.extensions.trials.arithmetic import (
     JUDGED,
     Arm,
@@ -43,6 +41,7 @@ from resilient_train.extensions.trials.arithmetic import (
     on_its_way,
     table,
 )
+from resilient_train.extensions.trials.no_progress import NoProgress, NoProgressConfig
 from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line, unusable
 from resilient_train.ground.types import (
     NO_LIMIT,
