@@ -23,8 +23,8 @@ from resilient_train.data import build as data
 from resilient_train.data.build import IterableEvaluation, MapEvaluation
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
+from resilient_train.durable import weights
 from resilient_train.durable.resume import Resume
-from resilient_train.extensions import best_weights as weights
 from resilient_train.extensions import load
 from resilient_train.ground.errors import ConfigError, in_one_line, unusable
 from resilient_train.ground.reader import checked, find

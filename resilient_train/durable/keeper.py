@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,13 +21,21 @@ from resilient_train.durable.resume import Resume, ResumePlan, Resumption, incid
 from resilient_train.durable.store import CANDIDATE, VERIFIED, Entry, Manifest, Store
 from resilient_train.durable.tree_files import SerializedTree, gathered
 from resilient_train.durable.writer import Job, Writer
-from resilient_train.extensions import best_weights as weights
-from resilient_train.extensions.best_weights import Best
 from resilient_train.ground.errors import in_one_line, unusable
 from resilient_train.ground.files import at_disk
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.types import Action, Anomaly, Decision, ProcessIncident, Signal, by_signal, fact
 from resilient_train.ground.wording import IN_FILE_ONLY, log
+
+
+class Further(Protocol):
+    """What is written next to checkpoints, by the same thread."""
+
+    def is_ripe(self, verified: int) -> bool:
+        """Say whether something is to be written, once the state at this step is verified."""
+
+    def write(self) -> None: ...
+    def distrust(self, since: int) -> None: ...
 
 
 class CheckpointKeeper:
@@ -36,7 +44,7 @@ class CheckpointKeeper:
         self._config, self._parts, self.incident_log = config, parts, incidents
         self.progress = Progress(directory)
         self._commits = directory is not None  # this rank writes checkpoints
-        self._best = Best(directory) if directory is not None else None
+        self.further: list[Further] = []  # on rank 0
         # Once, as a user's hooks may take their time.
         self._persistent_names = frozenset(parts.state.model.state_dict(keep_vars=True))
         self._is_sharded = parts.state.is_sharded  # all ranks gather what a checkpoint holds, at the same update
@@ -99,8 +107,8 @@ class CheckpointKeeper:
                 self._offer(self._job(snapshot))
         elif not self._commits or not writer.is_free:
             return
-        elif self._best is not None and self._best.is_ripe(snapshot.step):
-            self._offer(Job(snapshot.step, self._best.write))
+        elif ripe := [one for one in self.further if one.is_ripe(snapshot.step)]:
+            self._offer(Job(snapshot.step, ripe[0].write))
         elif is_due:
             self._offer(self._job(snapshot))
 
@@ -112,8 +120,8 @@ class CheckpointKeeper:
         self._read_outcomes()
         if writing is not None and writing.step > since:
             self.wait()
-        if self._best is not None:
-            self._best.distrust(since)
+        for one in self.further:
+            one.distrust(since)
         trusted = [one for one in self._saved if one[1] <= since]
         self._is_urgent |= bool(self._saved) and not trusted
         self._saved = trusted
@@ -122,19 +130,6 @@ class CheckpointKeeper:
                 self._store.demote(since)
         except OSError as error:
             log.error("checkpoints that may contain damage could not be demoted: %s", error.strerror)
-
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Keep the present weights if this evaluation of them is the best so far. All ranks call this."""
-        if "loss" not in metrics:
-            return
-        best = self._best
-        is_better = best is not None and best.is_better(metrics)
-        if self._is_sharded:
-            is_better = self._parts.world.on_main(lambda: is_better)
-        if is_better:
-            tensors = weights.gathered(self._parts.state.model, keep=best is not None)
-            if best is not None:
-                best.take(self._parts.clock.step, metrics, tensors)
 
     def note_incident(
         self, seen: ProcessIncident, *, effects: Mapping[str, Any] | None = None, ongoing: bool = False
@@ -210,10 +205,10 @@ class CheckpointKeeper:
             return path
 
         with at_disk():
-            best = self._best if healthy and not damaged else None
-            while best is not None and best.is_ripe(parts.clock.step):
-                if self._write_now(Job(parts.clock.step, best.write)).error is not None:
-                    break
+            for one in self.further if healthy and not damaged else ():
+                while one.is_ripe(parts.clock.step):
+                    if self._write_now(Job(parts.clock.step, one.write)).error is not None:
+                        break
             return self._on_all(write)
 
     def wait(self, seconds: float | None = None) -> bool:

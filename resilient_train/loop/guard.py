@@ -386,7 +386,8 @@ class Guard(EngineGuard):
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Note an evaluation: once verified, the weights with the lowest loss are kept in `best`."""
-        self._keeper.evaluated(metrics)
+        for one in self._run.extensions:
+            one.evaluated(metrics)
         self.reporter.note_evaluation(metrics)
 
     @property
