@@ -343,6 +343,7 @@ class _Session:
         else:
             _print_error(error, directory, self.world)
         if is_main:
+            self.incident_log.run_history.tell("end", summary=asdict(summary))
             if run is not None or not (directory.resumes and isinstance(error, ConfigError)):
                 write_summary(summary, directory.path)  # before the uploads, which take time
             elif "WORLD_SIZE" in os.environ:  # the run is unchanged, but a launcher hides the exit code

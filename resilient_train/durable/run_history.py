@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.durable.journal import JOURNAL, Entry, Journal, plain, read
+from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.reader import hints
 from resilient_train.ground.secrets import masked_tree
 from resilient_train.ground.types import TRIAL, Action, Anomaly, Decision, Diagnosis, Facts, Incident, Tried, fact
-from resilient_train.ground.wording import known_of, say
+from resilient_train.ground.wording import known_of, log, say
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"  # kinds of entries
 AGAIN = "incident_again"  # an update more that an incident counts
@@ -37,6 +38,7 @@ class RunHistory:
 
     def __init__(self, entries: Iterable[Entry] = (), journal: Journal | None = None) -> None:
         self._journal = journal
+        self.sinks: list[Any] = []  # an `extensions.Sink` each
         self.chapters: dict[int, Chapter] = {}  # by the number of the incident
         self.open: dict[int, Incident] = {}  # those without an outcome
         self.effects: dict[str, Any] = {}  # of remedies, as they were noted last
@@ -63,6 +65,19 @@ class RunHistory:
         if self._journal is not None:
             lines = {name: as_line(one) if isinstance(one, Incident) else one for name, one in fields.items()}
             self._journal.write(kind, **lines)
+        if self.sinks:
+            self.tell(
+                kind, **{name: in_words(one) if isinstance(one, Incident) else one for name, one in fields.items()}
+            )
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Hand an event to the sinks. One that fails gets no more: it is no reason to end a run."""
+        for sink in [*self.sinks]:
+            try:
+                sink.write({"kind": kind, **fields})
+            except Exception as error:
+                self.sinks.remove(sink)
+                log.error("%s failed, and gets no more of this run: %s", type(sink).__name__, in_one_line(error))
 
     def note_process_end(self, tick: int, start: int, stop: int) -> int:
         """Note which samples were in use when a process ended; return how many processes in a row ended at these."""

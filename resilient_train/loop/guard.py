@@ -232,6 +232,10 @@ class Guard(EngineGuard):
             )
             self._direct_steps, self._anomaly_mode = direct_steps, anomaly_mode
             self._run, self._keeper = run, keeper
+            is_shown = is_own_loop and (home.tracking is not None or bool(run.sinks))
+            self._is_shown = world.least(-float(is_shown)) < 0  # on any rank: all average its numbers
+            if world.is_main:
+                incidents.run_history.sinks += run.sinks
             super().__init__(
                 *(run, run.recovery, backend, marks, keeper, seeds),
                 fetch=self._process.next_update,
@@ -441,7 +445,7 @@ class Guard(EngineGuard):
 
     def let_go(self) -> None:
         """Undo what affects the whole process: worker processes and patched code."""
-        for one in self._run.extensions:
+        for one in (*self._run.extensions, *self._run.sinks):
             one.close()
         self.samples.close()
         self._keeper.wait()
@@ -536,5 +540,5 @@ class Guard(EngineGuard):
 
     def _on_accepted(self) -> None:
         home = self.reporter.place
-        if home.directory is not None and self.clock.step % REPORT_EVERY == 0:
-            self.reporter.show(self.report() if home.tracking is not None else None)
+        if (home.directory is not None or self._is_shown) and self.clock.step % REPORT_EVERY == 0:
+            self.reporter.show(self.report() if self._is_shown else None)

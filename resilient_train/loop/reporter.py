@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,7 @@ from resilient_train.data.history import UpdateHistory
 from resilient_train.durable import endings
 from resilient_train.durable.endings import SUMMARY, Loop, RunFacts, Summary, status_of
 from resilient_train.durable.incident_log import INCIDENTS, IncidentLog
-from resilient_train.durable.journal import JOURNAL
+from resilient_train.durable.journal import JOURNAL, METRICS
 from resilient_train.durable.lock import DirectoryLock
 from resilient_train.durable.progress import Doing, Progress
 from resilient_train.durable.run_history import RunHistory
@@ -211,6 +211,7 @@ class RunReporter:
 
     def __post_init__(self) -> None:
         self.tracker = self.place.tracker
+        self._history.sinks.append(self.tracker)
 
     # During the run.
 
@@ -227,7 +228,9 @@ class RunReporter:
         with suppress(OSError):  # the disk is full
             Loop(steps, place.resumes, settings, is_trainers).write(directory)
         if is_new and place.tracking is not None:  # else the tracker is at work, and two would write to one file
+            self._history.sinks.remove(self.tracker)
             self.tracker = tracking.build(place.tracking, directory, directory.parent, settings)
+            self._history.sinks.append(self.tracker)
 
     def start_lap(self) -> None:
         self._lap_started = time.perf_counter()
@@ -261,11 +264,12 @@ class RunReporter:
         if values is None:
             self._lap()
         else:
-            self.tracker.metrics(self._reported_tick, values)
+            self._history.tell(METRICS, tick=self._reported_tick, values=dict(values))
 
     def note_evaluation(self, metrics: Mapping[str, float]) -> None:
         self.evaluated = dict(metrics)
-        self.tracker.metrics(self.clock.tick, {f"eval/{name}": value for name, value in metrics.items()})
+        values = {f"eval/{name}": value for name, value in metrics.items()}
+        self._history.tell(METRICS, tick=self.clock.tick, values=values)
         if self._ending is not None and not self._is_over:  # many evaluate after the loop
             self._ending.eval = self.evaluated
             write_summary(self._ending, self.directory)
@@ -323,6 +327,7 @@ class RunReporter:
         if is_lost:
             ended = replace(ended, failure=endings.failure(place.directory))
         self._ending = ending = self.summary(ended, time.monotonic() - self._began, digests)
+        self._history.tell("end", summary=asdict(ending))
         if is_only_told:
             total = ending.incidents["total"]
             log.info("%s", say(fact("unwritten", verdict=ending.verdict, steps=ending.steps, total=total)))
@@ -382,6 +387,10 @@ class RunReporter:
             endings.note_failure(self.directory, self.place.rank, "left its loop, without an error", in_training=True)
         # The directory stays locked until the process has ended: something may still be written.
         self._finish(RunFacts(error=error, is_closed=False))
+
+    @property
+    def _history(self) -> RunHistory:
+        return self.place.incident_log.run_history
 
     @property
     def directory(self) -> Path:

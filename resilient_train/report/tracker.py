@@ -42,8 +42,8 @@ class Tracker:
     def begin(self) -> object:
         """Say that the first update has landed: from now on tracking may use the CPU."""
 
-    def metrics(self, tick: int, values: Mapping[str, float]) -> None:
-        """Note what was measured at `tick`."""
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Take an event, as any sink does."""
 
     def finish(self) -> dict[str, Any] | None:
         """Upload the rest within the time configured, once summary.json is written; return the run in MLflow."""
@@ -68,8 +68,9 @@ class OutboxTracker(Tracker):
             self._outbox.put(BEGAN, key=uuid4().hex, params=self._params)
         return self._outbox
 
-    def metrics(self, tick: int, values: Mapping[str, float]) -> None:
-        self.begin().put(METRICS, tick=tick, values=dict(values))
+    def write(self, event: Mapping[str, Any]) -> None:
+        if event["kind"] == METRICS:  # all else is in the journal, which the uploader reads
+            self.begin().put(METRICS, tick=event["tick"], values=event["values"])
 
     def finish(self) -> dict[str, Any] | None:
         outbox = self.begin()
