@@ -303,7 +303,7 @@ for number in range(book.next_id, 3):
     met(book, number)
 tick = 0
 while True:
-    tracker.metrics(tick, {"loss": 1 / (tick + 1), "norm": 2.0 * tick})
+    tracker.write({"kind": "metrics", "tick": tick, "values": {"loss": 1 / (tick + 1), "norm": 2.0 * tick}})
     tick += 1
     time.sleep(0.002)
 """

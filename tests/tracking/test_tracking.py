@@ -193,7 +193,7 @@ def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_upload_it(
     values = {"loss": 0.0}
     for tick in range(1000):
         values["loss"] = float(tick)
-        tracker.metrics(tick, values)
+        tracker.write({"kind": "metrics", "tick": tick, "values": values})
     assert tracker.finish() is None
     rows = [one for one, _ in entries(tmp_path / OUTBOX) if one is not None and one["kind"] == METRICS]
     assert all(one["values"]["loss"] == one["tick"] for one in rows)

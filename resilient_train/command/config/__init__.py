@@ -68,4 +68,5 @@ class Config:
     checkpoint: CheckpointConfig
     tracking: TrackingConfig
     drill: dict[str, Any]
+    tensorboard: bool
     experiment: str | None = None
