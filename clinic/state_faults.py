@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from resilient_train.core.loss import Every
-from resilient_train.extensions.scans.config import NormsConfig, ScanConfig
 from resilient_train.extensions.scans.scans import Scans
+from resilient_train.extensions.scans.weights import NormsConfig, ScanConfig
 from resilient_train.ground.types import Anomaly
 from resilient_train.ground.wording import say
 from resilient_train.zoo.data import digits

@@ -23,7 +23,7 @@ from resilient_train.data import build as data
 from resilient_train.data.build import IterableEvaluation, MapEvaluation
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
-from resilient_train.durable import weights
+from resilient_train.durable import store as weights
 from resilient_train.durable.resume import Resume
 from resilient_train.extensions import load
 from resilient_train.ground.errors import ConfigError, in_one_line, unusable
@@ -32,7 +32,7 @@ from resilient_train.ground.wording import PROGRESS, counted, duration, log
 from resilient_train.loop.guard import Guard
 from resilient_train.loop.reporter import Place
 from resilient_train.loop.schedule import CurveSchedule, ShadowSchedule
-from resilient_train.parts.computation import Measured
+from resilient_train.parts.run import Measured
 from resilient_train.processes.world import World, recompute, shard
 
 

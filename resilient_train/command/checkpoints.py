@@ -10,8 +10,17 @@ from resilient_train.command.terminal import print_line
 from resilient_train.durable.endings import CHECKPOINTS, is_run
 from resilient_train.durable.journal import JOURNAL
 from resilient_train.durable.run_history import history_of
-from resilient_train.durable.store import CANDIDATE, DEMOTED, VERIFIED, Damaged, Entry, Store, verify
-from resilient_train.durable.weights import NotExportable, export_weights
+from resilient_train.durable.store import (
+    CANDIDATE,
+    DEMOTED,
+    VERIFIED,
+    Damaged,
+    Entry,
+    NotExportable,
+    Store,
+    export_weights,
+    verify,
+)
 
 _HELP = """\
 Lists the checkpoints of a run, the newest first, after reading all of each to verify it:

@@ -50,7 +50,7 @@ def _examined(given: argparse.Namespace) -> Any:
     from resilient_train.command import build
     from resilient_train.command.config import compose
     from resilient_train.core.randomness import Purpose, mix, seed_all
-    from resilient_train.durable import weights
+    from resilient_train.durable import store as weights
     from resilient_train.durable.store import VERIFIED, WEIGHTS, Store
     from resilient_train.extensions.diagnosis.examine import examine
 

@@ -17,7 +17,8 @@ from resilient_train.command.build import Run, assemble, train
 from resilient_train.command.config.compose import FIXED, Composed, other_run
 from resilient_train.command.terminal import Terminal
 from resilient_train.data.trees import state_sha256, weights_sha256
-from resilient_train.durable import endings, weights
+from resilient_train.durable import endings
+from resilient_train.durable import store as weights
 from resilient_train.durable.endings import CONFIG, SUMMARY, RunFacts, Summary, read_ending, status_of
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.durable.journal import JOURNAL

@@ -14,10 +14,9 @@ import torch
 from resilient_train import __version__
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.tree import put_together, taken_apart
-from resilient_train.data.run_parts import RunParts
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.durable.progress import Progress
-from resilient_train.durable.resume import Resume, ResumePlan, Resumption, incidents_of_damage
+from resilient_train.durable.resume import Resume, ResumePlan, Resumption, RunParts, incidents_of_damage
 from resilient_train.durable.store import CANDIDATE, VERIFIED, Entry, Manifest, Store
 from resilient_train.durable.tree_files import SerializedTree, gathered
 from resilient_train.durable.writer import Job, Writer

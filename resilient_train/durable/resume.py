@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from resilient_train.core.copies import Stateful
+from resilient_train.core.protocols import Parts
 from resilient_train.core.state import LR_OF_GUARD, RunState, weights_of
 from resilient_train.core.tree import Tree
-from resilient_train.data.run_parts import RunParts
+from resilient_train.data.history import UpdateHistory
+from resilient_train.data.rows import no_watchdog
+from resilient_train.data.samples import Samples
 from resilient_train.durable import endings
 from resilient_train.durable.progress import Doing, Progress
 from resilient_train.durable.run_history import RunHistory
@@ -21,6 +24,16 @@ from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, 
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.types import Incident, ProcessIncident, Signal, fact
 from resilient_train.ground.wording import log
+from resilient_train.processes.world import World
+
+
+@dataclass(kw_only=True)
+class RunParts(Parts):
+    world: World
+    samples: Samples
+    updates: UpdateHistory = field(default_factory=UpdateHistory)
+    beat: Callable[[], None] = no_watchdog  # called during long work, to show the watchdog its progress
+
 
 _SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # keys that decide whether a state fits
 

@@ -12,7 +12,7 @@ from resilient_train.core.limit import LimitConfig
 from resilient_train.core.loss import Alarm, Level
 from resilient_train.core.protocols import Diagnoser, NewRegime
 from resilient_train.core.transaction import Transaction, Update
-from resilient_train.data.history import Rise
+from resilient_train.data.history import LEARNED, Rise
 from resilient_train.extensions import Extension
 from resilient_train.ground.types import (
     ACCEPTED,
@@ -30,7 +30,6 @@ from resilient_train.ground.types import (
     fact,
 )
 from resilient_train.ground.wording import log, say
-from resilient_train.parts.best import LEARNED
 from resilient_train.parts.run import Run
 
 PROBE_RATE = 0.1  # of the rate, around the step of a rise that was undone

@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import MISSING, asdict, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,18 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
 from yaml import YAMLError
 
-from resilient_train.core.checks import ChecksConfig
+from resilient_train.core.checks import Check, Checks, ChecksConfig
+from resilient_train.core.loss import Level
 from resilient_train.core.policy import Policy, parse
 from resilient_train.core.remedies import KNOWN
 from resilient_train.core.tree import is_sharded
 from resilient_train.core.updater import Schedule
 from resilient_train.data import build
+from resilient_train.data.history import BestLevel
 from resilient_train.data.rows import Collate, change
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.durable.incident_log import IncidentLog
-from resilient_train.extensions import load
+from resilient_train.extensions import Extension, load
 from resilient_train.ground.errors import ConfigError, TrainError, named_type, unusable
 from resilient_train.ground.files import conf, load_yaml
 from resilient_train.ground.reader import (
@@ -55,9 +57,7 @@ from resilient_train.loop.schedule import (
     PlateauSchedule,
     ShadowSchedule,
 )
-from resilient_train.loop.settings import named as named_checks
-from resilient_train.loop.settings import read_checks
-from resilient_train.parts.computation import Measured
+from resilient_train.parts.run import Measured
 from resilient_train.processes.world import World
 
 _FSDP1 = (
@@ -405,7 +405,7 @@ def checks(given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] 
         raise TypeError(f"expect: expected steps, such as [400, 5000], got {named_type(expect)}")
     if isinstance(given, Mapping):
         given = read_checks(merged(option("checks", "default"), given))
-    config: Any = named_checks(given) if isinstance(given, str) else given
+    config: Any = named(given) if isinstance(given, str) else given
     steps = [checked(f"expect[{place}]", step, int, {"at_least": 1}) for place, step in enumerate(expect)]
     return replace(config, expect=[*config.expect, *steps])
 
@@ -421,3 +421,39 @@ def backward(accelerator: Any) -> Callable[[torch.Tensor], None]:
             own(loss)
 
     return run
+
+
+def checks_config() -> type[ChecksConfig]:
+    """Return the dataclass of `checks`: what the core has, and what extensions add."""
+    further: list[Any] = []
+    for kind in load():
+        for name, settings in kind.settings.items():
+            has_defaults = all(
+                one.default is not MISSING or one.default_factory is not MISSING for one in fields(settings)
+            )
+            further.append((name, settings, *([field(default_factory=settings)] if has_defaults else [])))
+    further.sort(key=len)  # dataclasses have fields without a default first
+    return make_dataclass("ChecksConfig", further, bases=(ChecksConfig,))
+
+
+def read_checks(tree: Any, key: str = "checks") -> Any:
+    """Read the settings of all checks. Those that are shipped for an extension that is not there are left out."""
+    config = checks_config()
+    known = {one.name for one in fields(config)}
+    if isinstance(tree, Mapping):
+        shipped = option("checks", "default").keys() - known
+        tree = {name: value for name, value in tree.items() if name not in shipped}
+    return read(config, tree, key)
+
+
+def all_checks(config: Any, extensions: Sequence[Extension]) -> tuple[Checks, BestLevel]:
+    """Make the checks of a run. The best level is asked by others, too."""
+    best, level = BestLevel(config.jump), Level(config.jump)
+    further: dict[str, Check] = {"best": best}
+    for one in extensions:
+        further |= one.checks(config, level)
+    return Checks(config, level, **further), best
+
+
+def named(name: str) -> Any:
+    return read_checks(option("checks", name))

@@ -42,6 +42,7 @@ from resilient_train.ground.reader import ClipConfig, DiskConfig, MemoryConfig
 from resilient_train.ground.types import Facts, Incident, Signal, UpdateResult
 from resilient_train.ground.wording import counted, log, say
 from resilient_train.loop import arguments
+from resilient_train.loop.arguments import all_checks
 from resilient_train.loop.hooks import (
     DirectStepCheck,
     HealthyUpdates,
@@ -52,10 +53,8 @@ from resilient_train.loop.hooks import (
 )
 from resilient_train.loop.reporter import REPORT_EVERY, Place, RunReporter, holders, log_to_stderr, place
 from resilient_train.loop.run_process import RunProcess
-from resilient_train.loop.settings import all_checks
-from resilient_train.parts.computation import Computation, Objective, mean_metrics
 from resilient_train.parts.modes import AnomalyMode, Attributes, BufferWatch
-from resilient_train.parts.run import Run
+from resilient_train.parts.run import Computation, Objective, Run, mean_metrics
 from resilient_train.processes.world import World
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"

@@ -23,7 +23,7 @@ from typing import Any
 
 from resilient_train.core.checks import Checks
 from resilient_train.core.state import Clock
-from resilient_train.data.history import UpdateHistory
+from resilient_train.data.history import BestLevel, UpdateHistory
 from resilient_train.durable import endings
 from resilient_train.durable.endings import SUMMARY, Loop, RunFacts, Summary, status_of
 from resilient_train.durable.incident_log import INCIDENTS, IncidentLog
@@ -46,7 +46,6 @@ from resilient_train.ground.files import siblings
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.types import Vitals, fact
 from resilient_train.ground.wording import log, say
-from resilient_train.parts.best import BestLevel
 from resilient_train.processes.world import World, is_lost_device, is_lost_peer
 from resilient_train.report import tracker as tracking
 from resilient_train.report.connection import locate

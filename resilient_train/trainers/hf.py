@@ -22,7 +22,7 @@ from resilient_train.data.fed import Fed
 from resilient_train.ground.errors import TrainError, named_type
 from resilient_train.loop import arguments
 from resilient_train.loop.rows_of_loader import NumberedBatch
-from resilient_train.parts.computation import Measured
+from resilient_train.parts.run import Measured
 from resilient_train.trainers.follower import OLDEST, Follower, refuse_bad_options, run_dir_of
 
 T = TypeVar("T")

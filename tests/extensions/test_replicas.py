@@ -19,8 +19,8 @@ from resilient_train.data.trees import weights_sha256
 from resilient_train.extensions.drills import BitFlip
 from resilient_train.extensions.scans.layout import digest
 from resilient_train.ground.errors import RanksDiffer
+from resilient_train.loop.arguments import named
 from resilient_train.loop.guard import Guard
-from resilient_train.loop.settings import named
 from resilient_train.processes.world import odd_ones
 
 CPU = torch.device("cpu")

@@ -32,13 +32,22 @@ from resilient_train.core.policy import Budget
 from resilient_train.data.trees import state_sha256, weights_sha256
 from resilient_train.durable.run_history import as_line, from_line
 from resilient_train.extensions.trials import Trials, travelled
-from resilient_train.extensions.trials.arithmetic import Arm, best_arm, fastest, holds, is_ahead, may_win, on_its_way
-from resilient_train.extensions.trials.no_progress import NoProgress, NoProgressConfig
+from resilient_train.extensions.trials.arithmetic import (
+    Arm,
+    NoProgress,
+    NoProgressConfig,
+    best_arm,
+    fastest,
+    holds,
+    is_ahead,
+    may_win,
+    on_its_way,
+)
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.types import Action, Signal, Tried, Vitals
 from resilient_train.ground.wording import describe
+from resilient_train.loop.arguments import named as checks_named
 from resilient_train.loop.guard import Guard
-from resilient_train.loop.settings import named as checks_named
 
 WIDTH, LETTERS, CONTEXT = 6, 16, 4
 

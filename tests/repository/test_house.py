@@ -16,43 +16,28 @@ HOUSE = Path(resilient_train.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
 CORE = sorted((HOUSE / "core").rglob("*.py"))
 
-GROUND = {"errors", "files", "reader", "secrets", "sentences", "types", "wording"}  # what every room may know
-
-# The rooms and modules at the top, from the ground up: each may know the ground and those it names, nothing else.
+# The rooms, from the ground up, which every room may know: each may know those it names, nothing else.
 KNOWN = {
     # The story of a run.
     "core": "",
-    # Capabilities, and what the story asks for by protocols.
-    "trees": "core",
-    "numerics": "",
-    "ranks": "core",
-    "data": "core ranks trees",
-    "drills": "core trees",
-    "record": "ranks",
-    "update": "core",
-    "watch": "core ranks trees",
-    "diagnose": "core data numerics ranks trees watch",
-    "run_parts": "core data diagnose ranks watch",
-    "checkpoint": "core record run_parts trees",
-    "computation": "checkpoint core diagnose numerics ranks record run_parts watch",
-    "trials": "computation core ranks run_parts update",
-    "remedial": "checkpoint core data diagnose numerics record run_parts trials update",
-    "intended": "core diagnose record remedial run_parts watch",
-    "run_process": "checkpoint core intended ranks record remedial run_parts",
-    "lost_device": "checkpoint computation core data ranks remedial run_parts",
+    # What it is about: processes, data, the disk; and what a run is made of.
+    "processes": "core",
+    "data": "core processes",
+    "durable": "core data processes",
+    "parts": "core data durable processes",
+    # Capabilities: each knows no other one.
+    "extensions": "core data durable parts processes",
     # What is around it.
     "zoo": "",
-    "tracking": "record",
-    "adapters": (
-        "checkpoint computation core data diagnose drills intended lost_device numerics ranks record remedial "
-        "run_parts run_process tracking trees trials update watch"
-    ),
-    "app": "adapters checkpoint computation core data diagnose drills ranks record tracking trees update watch",
-    "__main__": "app ranks",
-    "__init__": "adapters diagnose ranks",
+    "report": "durable",
+    "loop": "core data durable extensions parts processes report",
+    "trainers": "core data loop parts",
+    "command": "core data durable extensions loop parts processes report",
+    "__main__": "command processes",
+    "__init__": "extensions loop processes trainers",
 }
-MAY_KNOW = {name: set(KNOWN.get(name, "").split()) for name in (*GROUND, *KNOWN)}
-AROUND = {"zoo", "tracking", "adapters", "app", "__main__", "__init__"}
+MAY_KNOW = {"ground": set[str]()} | {name: set(known.split()) for name, known in KNOWN.items()}
+AROUND = {"zoo", "report", "loop", "trainers", "command", "__main__", "__init__"}
 
 LIMITS = Path(__file__).with_name("limits.txt")
 TESTS = sorted(Path(__file__).parents[1].rglob("*.py"))
@@ -60,29 +45,28 @@ _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 # Parts of a run: only they themselves may set their attributes.
 WIRED = (
-    *("self._recovery", "self._keeper", "self._controls", "self._examination", "self._sizer", "self._parts"),
+    *("self._recovery", "self._keeper", "self._controls", "self._examination", "self._parts"),
     *("self.recovery", "self.keeper", "self.controls", "guard", "run.guard", "examination", "recovery"),
 )
 
 # Libraries that only some may know.
 KNOWN_TO = {
-    "hydra": {"app/config", "app/command"},
-    "omegaconf": {"app/config", "app/command"},
-    "mlflow": {"tracking"},
-    "accelerate": {"ranks", "adapters"},
+    "hydra": {"command/config", "command/command"},
+    "omegaconf": {"command/config", "command/command"},
+    "mlflow": {"report"},
+    "accelerate": {"processes", "loop", "trainers", "command"},
     "transformers": {"zoo"},
     "datasets": {"zoo"},
-    "lightning": {"adapters"},
-    "torchmetrics": {"adapters"},
+    "lightning": {"trainers"},
     "sklearn": {"zoo"},
 }
 WITHOUT_TORCH = {
-    *(f"{name}.py" for name in GROUND),
-    *("app/command", "app/config/"),  # --help and a mistake are answered at once
-    *("app/incidents", "app/status", "diagnose/verdict.py", "ranks/process_exit.py"),
-    *("record", "tracking", "update/remedies"),
+    *(f"ground/{name}.py" for name in ("errors", "files", "reader", "secrets", "sentences", "types", "wording")),
+    *("command/command", "command/config/", "command/incidents", "command/status"),  # answered at once
+    *("report", "processes/process_exit.py", "data/history.py"),
+    *(f"durable/{name}.py" for name in ("endings", "incident_log", "journal", "lock", "progress", "run_history")),
     *(f"core/{name}.py" for name in ("checks", "decide", "episode", "knobs", "limit", "loss", "policy", "remedies")),
-    *(f"watch/{name}.py" for name in ("best", "history", "rate", "weights")),
+    *(f"extensions/{name}" for name in ("diagnosis/verdict.py", "scans/weights.py", "trials/arithmetic.py")),
 }
 
 
@@ -107,8 +91,16 @@ def test_a_file_keeps_to_the_house(file: Path) -> None:
     tree = ast.parse(text)
     parts = [name.split(".") for name in imported(tree)]
     rooms = {name[1] for name in parts if name[0] == "resilient_train" and name[1:] and not name[1].startswith("__")}
-    strangers = rooms - MAY_KNOW[here] - GROUND - {here}
+    strangers = rooms - MAY_KNOW[here] - {"ground", here}
     assert not strangers, f"{here} should not know {', '.join(sorted(strangers))}"
+    if here == "extensions" and place != "extensions/__init__.py":
+        own = file.relative_to(HOUSE).parts[1].removesuffix(".py")
+        others = {name[2] for name in parts if name[:2] == ["resilient_train", "extensions"]} - {
+            own,
+            "Extension",
+            "Sink",
+        }
+        assert not others, f"{own} should not know {', '.join(sorted(others))}"
     for library in {name[0] for name in parts} & KNOWN_TO.keys():
         assert here in KNOWN_TO[library] or place.startswith(tuple(KNOWN_TO[library])), f"{place} knows {library}"
     assert "torch" not in {name[0] for name in parts} or not place.startswith(tuple(WITHOUT_TORCH))

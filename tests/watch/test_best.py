@@ -17,11 +17,10 @@ from torch.nn.functional import cross_entropy
 
 from resilient_train import Guard
 from resilient_train.core.loss import Jump, Level
-from resilient_train.data.history import Rise
+from resilient_train.data.history import BLOCK, BestLevel, Rise
 from resilient_train.extensions.on_purpose import Probe
 from resilient_train.ground.types import NO_LIMIT, Vitals
-from resilient_train.loop.settings import named
-from resilient_train.parts.best import BLOCK, BestLevel
+from resilient_train.loop.arguments import named
 
 JUMP = named("default").jump
 

@@ -17,7 +17,7 @@ from test_checks import Run, curve
 from resilient_train.core.checks import ChecksConfig, Finding
 from resilient_train.data.history import Leap, UpdateHistory
 from resilient_train.ground.types import NO_LIMIT, Signal, Vitals
-from resilient_train.loop.settings import named
+from resilient_train.loop.arguments import named
 
 
 class FullRun(Run):

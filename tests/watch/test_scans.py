@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from resilient_train import Guard
 from resilient_train.core.loss import Every
-from resilient_train.extensions.scans.config import NormsConfig, ScanConfig
 from resilient_train.extensions.scans.scans import Scans
-from resilient_train.extensions.scans.weights import Path
+from resilient_train.extensions.scans.weights import NormsConfig, Path, ScanConfig
 from resilient_train.ground.types import Anomaly, Signal, fact
 
 EVERY = 5

@@ -46,7 +46,7 @@ class CheckpointConfig:
 
 
 def _checks(key: str, value: Any) -> Any:
-    from resilient_train.loop.settings import read_checks  # takes seconds, as extensions import torch
+    from resilient_train.loop.arguments import read_checks  # takes seconds, as extensions import torch
 
     return read_checks(value, key)
 

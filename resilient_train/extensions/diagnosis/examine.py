@@ -20,8 +20,8 @@ from resilient_train.extensions.diagnosis.replay import Replay
 from resilient_train.extensions.diagnosis.verdict import Observations
 from resilient_train.ground.types import Diagnosis
 from resilient_train.ground.wording import blamed, say
-from resilient_train.parts.computation import nonfinite
 from resilient_train.parts.modes import Attributes
+from resilient_train.parts.run import nonfinite
 
 _TITLES = ("layer", "class", "output", "from", "to", "not finite", "gradient there")
 

@@ -24,7 +24,7 @@ from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.state import RunState, copy_pairs, is_pair
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.tree import Share, is_sharded, local_part
-from resilient_train.data.history import FEW, Leap, PastUpdate, UpdateHistory
+from resilient_train.data.history import FEW, LEARNED, Leap, PastUpdate, UpdateHistory
 from resilient_train.data.samples import Samples
 from resilient_train.data.stream import Key
 from resilient_train.extensions.diagnosis import rows as by_rows
@@ -42,7 +42,6 @@ from resilient_train.ground.types import (
     by_signal,
     fact,
 )
-from resilient_train.parts.best import LEARNED
 from resilient_train.processes.world import World
 
 _OF_THE_RATE = (

@@ -19,11 +19,10 @@ from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import Tree, leaves
 from resilient_train.core.vitals import Sent
 from resilient_train.extensions import Extension
-from resilient_train.extensions.scans.config import NormsConfig, ScanConfig
 from resilient_train.extensions.scans.scans import Scans
+from resilient_train.extensions.scans.weights import NormsConfig, ScanConfig
 from resilient_train.ground.types import Anomaly, Facts, Signal, fact
-from resilient_train.parts.computation import nonfinite
-from resilient_train.parts.run import Run
+from resilient_train.parts.run import Run, nonfinite
 from resilient_train.processes.world import World
 
 

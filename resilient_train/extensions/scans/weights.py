@@ -14,7 +14,19 @@ from math import inf, isfinite, sqrt
 from typing import Any, ClassVar, NamedTuple
 
 from resilient_train.core.loss import Every, PlainState
+from resilient_train.ground.reader import limited
 from resilient_train.ground.types import Facts, Signal, fact
+
+
+@dataclass
+class ScanConfig(Every):
+    margin: float = limited(at_least=1)
+
+
+@dataclass
+class NormsConfig(Every):
+    factor: float = limited(above=1)
+
 
 KEPT = "kept."  # how the names of tensors begin that the user keeps
 _REMARKABLE = 0.25  # of its size: a smaller change is no jump, as rounding and a loop that shrinks its weights make it

@@ -31,6 +31,8 @@ from resilient_train.extensions import Extension
 from resilient_train.extensions.trials.arithmetic import (
     JUDGED,
     Arm,
+    NoProgress,
+    NoProgressConfig,
     best_arm,
     cost_of,
     fastest,
@@ -41,7 +43,6 @@ from resilient_train.extensions.trials.arithmetic import (
     on_its_way,
     table,
 )
-from resilient_train.extensions.trials.no_progress import NoProgress, NoProgressConfig
 from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line, unusable
 from resilient_train.ground.types import (
     NO_LIMIT,

@@ -1,22 +1,45 @@
-"""Further checks of the loss: high since the rate rose, standing, climbing slowly; and of the loss scale."""
+"""Further checks: of a loss that is high since the rate rose or climbs slowly, and of the loss scale."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf, sqrt
 from statistics import fmean, median, median_high, pstdev
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from resilient_train.core.checks import Check, References
-from resilient_train.core.episode import Reference, Standing, line
-from resilient_train.core.loss import FEW, Alarm, Level, deviation, without_top
-from resilient_train.extensions.checks.config import (
-    CreepConfig,
-    RateConfig,
-    ScaleConfig,
-)
+from resilient_train.core.episode import Reference, ReferenceConfig, Standing, line
+from resilient_train.core.loss import FEW, Alarm, Every, Level, deviation, without_top
+from resilient_train.extensions import Extension
+from resilient_train.ground.reader import limited
 from resilient_train.ground.types import Facts, Vitals, fact
+
+
+@dataclass
+class CreepConfig(Every):
+    blocks: int = limited(at_least=4)
+    lag: int = limited(at_least=0)
+    share: float = limited(above=0)
+    slack: float = limited(above=0)
+    alarm: float = limited(above=0)
+
+
+@dataclass
+class RateConfig(ReferenceConfig):
+    times: float = limited(above=1)
+    earlier: int = limited(at_least=1)
+    lately: int = limited(at_least=8)
+    first: int = limited(at_least=3)
+    look: int = limited(at_least=3)
+
+
+@dataclass
+class ScaleConfig(Every):
+    lowest: float = limited(at_least=0)
+
 
 _MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
 _MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more
@@ -180,3 +203,14 @@ class ScaleCollapse(Check):
         if self._times >= _STUCK:
             return fact("scale_stays", scale=scale, times=self._times)
         return fact("scale_fell", scale=scale) if scale < self.config.lowest else None
+
+
+class LossChecks(Extension):
+    settings = MappingProxyType({"rate": RateConfig, "creep": CreepConfig, "scale": ScaleConfig})
+
+    def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
+        return {
+            "rate": RateRise(settings.rate),
+            "creep": Creep(settings.creep, level),
+            "scale": ScaleCollapse(settings.scale),
+        }
