@@ -335,8 +335,10 @@ class _Session:
             note_error(directory.path, self.world.rank, error, in_training=run is not None)
         if run is not None and why != "":  # else the journal still is the previous process's
             run.guard.ended()
-        self.incident_log.close_files()
         summary = self._summary(error)
+        if is_main:
+            self.incident_log.run_history.tell("end", summary=asdict(summary))
+        self.incident_log.close_files()
         if summary.weights_sha256 is not None:  # each rank logs its own
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
         if error is None:
@@ -344,7 +346,6 @@ class _Session:
         else:
             _print_error(error, directory, self.world)
         if is_main:
-            self.incident_log.run_history.tell("end", summary=asdict(summary))
             if run is not None or not (directory.resumes and isinstance(error, ConfigError)):
                 write_summary(summary, directory.path)  # before the uploads, which take time
             elif "WORLD_SIZE" in os.environ:  # the run is unchanged, but a launcher hides the exit code

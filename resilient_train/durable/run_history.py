@@ -79,6 +79,11 @@ class RunHistory:
                 self.sinks.remove(sink)
                 log.error("%s failed, and gets no more of this run: %s", type(sink).__name__, in_one_line(error))
 
+    def close_sinks(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+        self.sinks.clear()
+
     def note_process_end(self, tick: int, start: int, stop: int) -> int:
         """Note which samples were in use when a process ended; return how many processes in a row ended at these."""
         self.note("process_ended", tick=tick, start=start, stop=stop)

@@ -231,6 +231,7 @@ class Guard(EngineGuard):
             )
             self._direct_steps, self._anomaly_mode = direct_steps, anomaly_mode
             self._run, self._keeper = run, keeper
+            self._is_own_loop = is_own_loop
             is_shown = is_own_loop and (home.tracking is not None or bool(run.sinks))
             self._is_shown = world.least(-float(is_shown)) < 0  # on any rank: all average its numbers
             if world.is_main:
@@ -444,8 +445,10 @@ class Guard(EngineGuard):
 
     def let_go(self) -> None:
         """Undo what affects the whole process: worker processes and patched code."""
-        for one in (*self._run.extensions, *self._run.sinks):
+        for one in self._run.extensions:
             one.close()
+        if self._is_own_loop and self.reporter.place.directory is None:  # else with the files of the run
+            self._run.incident_log.run_history.close_sinks()
         self.samples.close()
         self._keeper.wait()
         self._keeper.progress.close()

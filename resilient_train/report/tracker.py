@@ -45,6 +45,9 @@ class Tracker:
     def write(self, event: Mapping[str, Any]) -> None:
         """Take an event, as any sink does."""
 
+    def close(self) -> None:
+        """The events are over; `finish` uploads the rest."""
+
     def finish(self) -> dict[str, Any] | None:
         """Upload the rest within the time configured, once summary.json is written; return the run in MLflow."""
         return None
