@@ -133,7 +133,7 @@ def test_it_works_with_the_command(place: Path, installed_wheel: Path) -> None:
     wrong = [*start, "+checks.clipped_share.share=2", "run.name=wrong"]
     refused = subprocess.run(wrong, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
     assert refused.returncode == 2
-    assert "checks.clipped_share.share=2: must be a finite number (at most 1, greater than 0)" in refused.stderr
+    assert "checks.clipped_share.share=2: must be a finite number (greater than 0, at most 1)" in refused.stderr
 
 
 def test_it_works_in_a_trainer(place: Path, installed_wheel: Path) -> None:
