@@ -84,7 +84,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # how it is
         lambda item: item.state["of"].update([3, 4]) or item.state["by"][8].append(-2),
     ),
     "plain": (
-        lambda: Holder({"none": None, "yes": True, "count": -1, "best": math.inf, "both": (1, [2j, "x"]), 0: b"y"}),
+        lambda: Holder({"none": None, "yes": True, "count": -1, "best": math.inf, "both": (1, [2, "x"]), 0: b"y"}),
         lambda item: item.state.update(none={"a": 1}, yes=False, count=item.state["count"] - 1),
     ),
     "tensors": (

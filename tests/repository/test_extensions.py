@@ -19,6 +19,9 @@ PACKAGE = Path(resilient_train.__file__).parent
 NAMES = [place.partition(":")[0].partition(".")[0] for place in DEFAULT]
 KINDS = {place.partition(":")[0].partition(".")[0]: place.partition(":")[2] for place in DEFAULT}
 
+# The function and the verb that examine a batch: without the extension they say what is missing.
+SHOWN = {"diagnosis": {"__init__.py", "command/examine.py"}}
+
 
 def without(names: list[str], folder: Path) -> Path:
     """Copy the package, its configuration and the tests of the core, without some extensions."""
@@ -30,11 +33,8 @@ def without(names: list[str], folder: Path) -> Path:
     listed = home / "__init__.py"
     text = listed.read_text(encoding="utf-8")
     for name in names:
-        place = home / name
-        if place.is_dir():
-            shutil.rmtree(place)
-        else:
-            place.with_suffix(".py").unlink()
+        shutil.rmtree(home / name, ignore_errors=True)
+        (home / f"{name}.py").unlink(missing_ok=True)
         text = re.sub(rf'    "{name}[.:][^\n]*\n', "", text)
     listed.write_text(text, encoding="utf-8")
     return folder
@@ -57,4 +57,4 @@ def test_nobody_else_knows_it(name: str) -> None:
     own = [*(home / name).rglob("*.py"), home / f"{name}.py", home / "__init__.py"]
     named = re.compile(rf"extensions[./]{name}\b|\b{KINDS[name]}\b")
     knowing = [file for file in PACKAGE.rglob("*.py") if file not in own and named.search(file.read_text())]
-    assert [str(file.relative_to(PACKAGE)) for file in knowing] == []
+    assert {str(file.relative_to(PACKAGE)) for file in knowing} == SHOWN.get(name, set())
