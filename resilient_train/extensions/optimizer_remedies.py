@@ -162,7 +162,7 @@ class MendEps(Remedy):
     order = 120
 
     def applies(self, case: Case) -> bool:
-        return any("eps_lost" in one for one in case.diagnosis.advice) and not case.facts["mends_eps"]
+        return any(one["fact"] == "eps_lost" for one in case.diagnosis.advice) and not case.facts["mends_eps"]
 
     def apply(self, run: Controls) -> None:
         run.extension(FurtherRemedies).lasting.mends_eps = True

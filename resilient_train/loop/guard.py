@@ -37,7 +37,7 @@ from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.progress import Doing
 from resilient_train.durable.resume import Resume
 from resilient_train.extensions import Extension, load
-from resilient_train.ground.errors import RanksDiffer, Stopped, TrainError, own_error
+from resilient_train.ground.errors import RanksDiffer, Stopped, TrainError, named_type, own_error
 from resilient_train.ground.reader import ClipConfig, DiskConfig, MemoryConfig
 from resilient_train.ground.types import Facts, Incident, Signal, UpdateResult
 from resilient_train.ground.wording import counted, log, say
@@ -137,6 +137,9 @@ class Guard(EngineGuard):
         arguments.check_settings(batch_size=batch_size, steps=steps, clip=clip, accumulate=accumulate, scaler=scaler)
         arguments.check_settings(memory=memory, verify_after=verify_after, seed=seed, num_workers=num_workers)
         arguments.check_settings(checks=checks)
+        for name, one in (("drill", drill), *((f"extensions[{at}]", one) for at, one in enumerate(extensions))):
+            if not isinstance(one, Extension | None):
+                raise TypeError(f"{name}: expected an Extension, got {named_type(one)}")
         accelerator = arguments.accelerator(accelerator, model, accumulate, scaler)
         world, clock = arguments.world(accelerator), Clock()
         is_own_loop = home is None  # False: the command's, which reports its end itself

@@ -356,7 +356,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": torch.optim.LBFGS(NOT_EMPTY.parameters())}, "optimizer: LBFGS is not supported: its step computes"),
     ({"data": 3}, "data: expected a data set, a loader or a function, got int"),
     ({"memory": 5}, "memory: expected a MemoryConfig, got int"),
-    ({"drill": "nan_grad"}, "drill: expected a Drill, got str"),
+    ({"drill": "nan_grad"}, "drill: expected an Extension, got str"),
     ({"data": TensorDataset(torch.zeros(0, 6))}, "data=TensorDataset: the data set is empty"),
     ({"data": Counting(9), "num_workers": 1}, "num_workers=1: an iterable data set"),
     ({"batch_size": None}, "batch_size: missing"),

@@ -90,6 +90,9 @@ class Run:
         self.position += 1 if updates is None else updates
         self.done.append("skip")
 
+    def extension(self, kind: Any) -> Any:
+        return self
+
     def __getattr__(self, name: str) -> Any:
         return lambda *given: self.done.append(name)
 

@@ -71,22 +71,6 @@ def test_an_effect_that_nobody_knows_is_not_dropped() -> None:
         mine.effects.load_state_dict({"tick": 3, "mine.warming": {"steps": 5}})
 
 
-def test_a_gap_in_the_journal_is_closed_by_the_next_process() -> None:
-    """Of a list that was noted by what was added some is missing: the checkpoint has it, and then the journal again."""
-
-    def entry(number: int, tick: int, added: dict[str, Any], **whole: Any) -> dict[str, Any]:
-        return {"n": number, "kind": "effects_changed", "effects": {"tick": tick, "added": added, **whole}}
-
-    entries = [entry(1, 8, {}, skipped=[[0, 8]]), entry(3, 24, {"skipped": [[24, 32]]})]
-    saved = {"tick": 16, "skipped": [[0, 8], [16, 24]]}
-    merged = RunHistory(entries).effects_with(saved)["skipped"]
-    assert merged == [[0, 8], [16, 24], [24, 32]]
-    whole: list[Any]
-    for whole in (merged, []):
-        again = RunHistory([*entries, entry(4, 25, {}, skipped=whole)])
-        assert again.effects_with(saved)["skipped"] == whole
-
-
 @pytest.mark.parametrize(
     ("name", "state"),
     [
