@@ -333,8 +333,7 @@ class Guard(EngineGuard):
 
     def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
         """Continue after the loop's own forward and backward; with `optimizer` the loss is its own, and it steps."""
-        if self.objective is None:  # which does it itself
-            loss = self._run.buffers.spoil(loss)
+        loss = self._run.buffers.spoil(loss)
         if optimizer is None:
             with self._watched():
                 return super().update(loss)

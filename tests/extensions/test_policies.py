@@ -20,6 +20,7 @@ from resilient_train.core.decide import decide
 from resilient_train.core.knobs import KnobValues
 from resilient_train.core.policy import parse
 from resilient_train.core.remedies import KNOWN, Case, is_mild, remedy
+from resilient_train.extensions import load
 from resilient_train.extensions.optimizer_remedies import LastingRemedies
 from resilient_train.extensions.trials import Trial
 from resilient_train.ground.errors import ConfigError
@@ -38,6 +39,7 @@ from resilient_train.ground.types import (
 )
 from resilient_train.loop.arguments import policy as named
 
+load()  # the remedies of all extensions
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
 SHIPPED = conf() / "recovery"
 POLICIES = ["aggressive", "balanced", "conservative", "off", "palm", "skip"]  # that do something
