@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,8 @@ from resilient_train.processes.world import odd_ones
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
+_OFTEN = 2  # times that the same finding at the same step leads to a rewind; the third time it must be on purpose
+_ONCE = 1  # the same where no update can have moved the weights that far: the loop writes to them
 _AROUND = 2  # steps before and after a declared change
 # The first explains the others: a negative moment makes weights NaN, and these make everything else NaN.
 _FIRST = (
@@ -179,14 +182,15 @@ class Scans(protocols.Scans):
         if is_jump and any(clean - _AROUND <= declared <= step + _AROUND for declared in self.config.expect):
             self.accepted = found, True
             return True
-        alike = [at for at, one in self._found if found.is_like(one)]
-        is_known = len(set(alike)) < len(alike)
+        alike = Counter(at for at, one in self._found if found.is_like(one))
+        often = _ONCE if is_jump else _OFTEN
+        is_known = max(alike.values(), default=0) > often
         self._found.append((step, found))
-        if not is_known and step not in alike:
+        if not is_known and alike[step] < often:
             return False
         self._scans[name].loose.add(found.subject)
         if not is_known:
-            why = "taken for intended, like later ones there, since it came again after the rewind"
+            why = "taken for intended, like later ones there, since it came again after each rewind"
             log.info("note: step %d: %s: %s", step, why, say(found.evidence))
             self.accepted = found, False
         return True
