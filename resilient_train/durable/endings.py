@@ -24,6 +24,7 @@ CONFIG, LOOP = "config.yaml", "loop.json"  # of a run of the command, and of a l
 SUMMARY, REFUSED = "summary.json", "refused.json"
 _FAILED = "failed.rank{}"
 CHECKPOINTS = "checkpoints"
+DEMOTED_END = ".demoted"  # of the name of a checkpoint: an incident began before it
 LAUNCH = ".launch"  # names what may restart the newest process of a run
 
 

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from resilient_train.durable.endings import DEMOTED_END
 from resilient_train.durable.tree_files import NAMES, SerializedTree, chunks, load_tree
 from resilient_train.durable.tree_files import gathered as gathered_tree
 from resilient_train.ground import files
@@ -35,7 +36,6 @@ VERIFIED, CANDIDATE, DEMOTED = "verified", "candidate", "demoted"
 
 
 _FORMAT = 5
-_DEMOTED = ".demoted"  # the end of its name: an incident began before it
 _NAME = re.compile(r"step-(\d{8,18})(\.\d+)?(\.demoted)?")
 
 
@@ -117,7 +117,7 @@ class Entry:
     def kind(self) -> str:
         if self.manifest is None:
             return ""
-        return DEMOTED if self.path.suffix == _DEMOTED else self.manifest.kind
+        return DEMOTED if self.path.suffix == DEMOTED_END else self.manifest.kind
 
     @property
     def step(self) -> int:
@@ -181,7 +181,7 @@ class Store:
             verify(new)
             path, number = self.path / f"step-{manifest.step:08}", 2
             while (
-                path.exists() or path.with_name(path.name + _DEMOTED).exists()
+                path.exists() or path.with_name(path.name + DEMOTED_END).exists()
             ):  # after a rewind a run comes to the same step again
                 path, number = self.path / f"step-{manifest.step:08}.{number}", number + 1
             files.sync_directory(new)
@@ -215,7 +215,7 @@ class Store:
         for one in self.usable():
             if one.step > since:
                 with contextlib.suppress(FileNotFoundError):  # it was pruned meanwhile
-                    files.disk.rename(one.path, one.path.with_name(one.path.name + _DEMOTED))
+                    files.disk.rename(one.path, one.path.with_name(one.path.name + DEMOTED_END))
                 log.info("the checkpoint %s is demoted: it is removed once a later one is verified", one.path.name)
                 files.sync_directory(self.path)
 

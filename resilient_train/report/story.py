@@ -106,7 +106,8 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
 
 def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
     """List what a resume may load, the latest first. Only manifests are read."""
-    found = filter(None, map(_checkpoint, run_dir.absolute().glob(f"{endings.CHECKPOINTS}/step-*")))
+    paths = run_dir.absolute().glob(f"{endings.CHECKPOINTS}/step-*")
+    found = filter(None, (_checkpoint(path) for path in paths if path.suffix != endings.DEMOTED_END))
     return sorted(found, key=lambda one: (one.tick, one.step, one.path.name), reverse=True)
 
 

@@ -169,7 +169,7 @@ def test_an_average_that_is_damaged_once_is_as_if_it_had_not_been(tmp_path: Path
     for tree in tmp_path.glob("run/checkpoints/*/tensors.safetensors"):
         from safetensors.torch import load_file
 
-        assert load_file(tree)["parts/kept.item/mean"].isfinite().all()
+        assert all(one.isfinite().all() for one in load_file(tree).values())
 
 
 @pytest.mark.parametrize("name", ["lowest", "meter"])
