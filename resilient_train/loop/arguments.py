@@ -358,7 +358,7 @@ def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
 
 
 def _without_absent(tree: Mapping[str, Any], absent: set[str]) -> dict[str, Any]:
-    """Return a policy without the remedies that are not installed here, whose names it adds to `absent`, and empty rungs."""
+    """Return a policy without the remedies that are not installed here, which it adds to `absent`, and empty rungs."""
 
     def rung_of(rung: Any) -> Any:
         actions = rung["do"] if isinstance(rung, Mapping) else rung
