@@ -338,6 +338,7 @@ class _Session:
         summary = self._summary(error)
         if is_main:
             self.incident_log.run_history.tell("end", summary=asdict(summary))
+        self.incident_log.run_history.close_sinks()
         self.incident_log.close_files()
         if summary.weights_sha256 is not None:  # each rank logs its own
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from resilient_train.core.episode import Episode, Reference, ReferenceConfig, Standing
 from resilient_train.core.limit import GradLimit, LimitConfig, Refusals, loss_limit
 from resilient_train.core.loss import Alarm, Jump, JumpConfig, Level, PlainState, load, plain
-from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.types import NO_LIMIT, SPIKES, Anomaly, Facts, Signal, Vitals, fact
 from resilient_train.ground.wording import log
 
@@ -220,13 +219,8 @@ class Checks:
         if is_learned:
             self.grad_limit.learn(vitals.grad_norm)
         first, last = None, None
-        for one in [*self._more]:
-            try:
-                alarm = one.landed(step, vitals, self._reference, is_learned=is_learned)
-            except Exception as error:  # a bug in a check is no reason to end a run; all ranks meet it
-                self._more.remove(one)
-                log.error("the check %s failed, and is off from here: %s", type(one).__name__, in_one_line(error))
-                continue
+        for one in self._more:
+            alarm = one.landed(step, vitals, self._reference, is_learned=is_learned)
             if one.yields_to_jump:
                 last = last or alarm
             else:

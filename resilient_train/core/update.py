@@ -30,7 +30,7 @@ from resilient_train.ground.types import UpdateResult, Vitals
 
 
 class EngineGuard:
-    """The story of each update. `adapters.guard.Guard`, which loops call, begins and ends it."""
+    """The story of each update. `loop.guard.Guard`, which loops call, begins and ends it."""
 
     def __init__(
         self,
@@ -56,7 +56,8 @@ class EngineGuard:
         self._backend, self._marks, self._examination, self._store = backend, marks, parts.examiner, store
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
         self._turn, self._verify_after = parts.updater.turn, verify_after
-        self._fetch, self._stop, self._on_error, self._hooks = fetch, stop, parts.on_error, parts.hooks
+        self._fetch, self._stop, self._on_error = fetch, stop, parts.on_error
+        self._hooks = [*parts.hooks, *parts.on_error]
         self._current: Transaction | None = None  # it is being computed
         self._pending: Transaction | None = None  # its verdict is
         self._newest: Transaction | None = None  # the newest that was begun

@@ -232,7 +232,6 @@ class IncidentLog:
             self._write_lines()
         if self._journal is not None:
             self._journal.close()
-        self.run_history.close_sinks()
 
     def _lines(self) -> str:
         over = [one for one in self.run_history.chapters.values() if one.closed_ms is not None]

@@ -80,8 +80,12 @@ class RunHistory:
                 log.error("%s failed, and gets no more of this run: %s", type(sink).__name__, in_one_line(error))
 
     def close_sinks(self) -> None:
+        """The run is over."""
         for sink in self.sinks:
-            sink.close()
+            try:
+                sink.close()
+            except Exception as error:
+                log.error("%s could not be closed: %s", type(sink).__name__, in_one_line(error))
         self.sinks.clear()
 
     def note_process_end(self, tick: int, start: int, stop: int) -> int:

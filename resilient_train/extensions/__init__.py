@@ -41,7 +41,7 @@ class Sink:
     """Gets what happens in a run, as data."""
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Take an event: `kind` says what it is, such as "metrics", "incident" or "end". Called on rank 0 only."""
+        """Take an event: `kind` says what it is, such as "metrics" or "incident_opened". Called on rank 0 only."""
 
     def close(self) -> None:
         """The run has ended."""
@@ -68,7 +68,7 @@ class Extension:
         return {}
 
     def build(self, run: Any) -> None:
-        """Add to a run, a `parts.run.Run`, which is put together: hooks, effects, sinks."""
+        """Add to a run, a `parts.run.Run`, which is put together: hooks, effects, sinks. Each rank calls it."""
 
     def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
         """Return what its remedies need to know of a case. All ranks call it together."""
@@ -99,7 +99,12 @@ def load() -> tuple[type[Extension], ...]:
             raise unusable(f"extension {entry.name}", f"{entry.value} is no subclass of {__name__}.Extension")
         kinds.append(kind)
     for kind in kinds:
-        for name, remedy in kind.remedies.items():
-            if KNOWN.setdefault(name, remedy) is not remedy:
-                raise unusable(f"extension {kind.__name__}", f"there is another remedy with the name {name}")
+        make_known(kind)
     return tuple(kinds)
+
+
+def make_known(kind: type[Extension]) -> None:
+    """Let policies name the remedies of an extension."""
+    for name, remedy in kind.remedies.items():
+        if KNOWN.setdefault(name, remedy) is not remedy:
+            raise unusable(f"extension {kind.__name__}", f"there is another remedy with the name {name}")

@@ -40,7 +40,7 @@ class BatchErrors(Extension, OnError):
         model, has_objective = run.backend.model, run.backend.objective is not None
         self._forwards = _Forwards(model) if has_objective and isinstance(model, DistributedDataParallel) else None
         self._logged: set[str] = set()
-        self._bug: tuple[Exception, int, int] | None = None  # the newest, its update, and how many batches raise it
+        self._bug: tuple[int, int, int] | None = None  # id of the newest, its update, and how many batches raise it
         run.on_error.append(self)
 
     @contextmanager
@@ -64,13 +64,13 @@ class BatchErrors(Extension, OnError):
                 continue
             self._note(begun, error)
             return computed
-        self._bug = (error, begun.step, tried) if tried else None
+        self._bug = (id(error), begun.step, tried) if tried else None
         return None
 
     def escaped(self, error: BaseException) -> None:
         """Say that an exception is a bug; in the first update, that ends as in a plain loop."""
         bug, self._bug = self._bug, None
-        if bug is not None and bug[0] is error and bug[1] > 1:
+        if bug is not None and bug[0] == id(error) and bug[1] > 1:
             _, step, tried = bug
             said = f"{counted(tried, 'other batch')} at the same weights raise{'s' * (tried == 1)} as well"
             error.add_note(f"resilient_train: {said}")

@@ -38,7 +38,6 @@ class LostDevice(Extension, OnError):
         self._run = run
         self._begun: deque[Update] = deque(maxlen=2)  # of which one did it
         self._is_known = False
-        run.hooks.append(self)
         run.on_error.append(self)
 
     @contextmanager

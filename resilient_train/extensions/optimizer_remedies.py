@@ -19,7 +19,7 @@ from resilient_train.core.remedies import Case, Remedy, limited
 from resilient_train.core.updater import Lasting
 from resilient_train.extensions import Extension
 from resilient_train.ground.types import Diagnosis
-from resilient_train.parts.run import Run
+from resilient_train.parts.run import Run, lost_eps
 
 _FALLS = 50  # healthy updates until a limit of updates is 0.7 of what it was
 _LEAST_SHARE = 0.1  # of it: no less, or it would slow down healthy training late in a long run
@@ -162,7 +162,7 @@ class MendEps(Remedy):
     order = 120
 
     def applies(self, case: Case) -> bool:
-        return any(one["fact"] == "eps_lost" for one in case.diagnosis.advice) and not case.facts["mends_eps"]
+        return bool(case.facts["lost_eps"])
 
     def apply(self, run: Controls) -> None:
         run.extension(FurtherRemedies).lasting.mends_eps = True
@@ -201,15 +201,22 @@ class FurtherRemedies(Extension):
         self.lasting = lasting = LastingRemedies(updater.clipper.over_ranks)
         self._built = {optimizer: built_state(optimizer) for optimizer in updater.optimizers}
         updater.lasting.append(lasting)
-        restore = lasting.load_state_dict
-        run.effects.append(Effect("lasting", lasting.state_dict, restore, restore, lasting.state_dict))
+        usual = lasting.state_dict()
+
+        def state() -> dict[str, Any]:
+            return {} if (now := lasting.state_dict()) == usual else now
+
+        def restore(saved: Any) -> None:
+            lasting.load_state_dict(saved or usual)
+
+        run.effects.append(Effect("lasting", state, restore, restore, lasting.state_dict))
 
     def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
         updater = self._run.updater
         return {
             "loss_scaler": updater.scaler is not None,
             "share": self.lasting.share_now,
-            "mends_eps": self.lasting.mends_eps,
+            "lost_eps": lost_eps(updater.optimizers) is not None and not self.lasting.mends_eps,
         }
 
     def reset_moments(self) -> None:

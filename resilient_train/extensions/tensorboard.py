@@ -52,5 +52,5 @@ class TensorBoard(Extension):
     def build(self, run: Run) -> None:
         home = run.incident_log.directory
         place = home / "tensorboard" if self._in_run_directory and home is not None else self._directory
-        if place is not None:
+        if place is not None and run.world.is_main:
             run.sinks.append(TensorBoardWriter(Path(place)))

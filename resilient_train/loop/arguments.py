@@ -24,8 +24,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
 from yaml import YAMLError
 
-from resilient_train.core.checks import Check, Checks, ChecksConfig
-from resilient_train.core.loss import Level
+from resilient_train.core.checks import Check, Checks, ChecksConfig, References
+from resilient_train.core.episode import Reference
+from resilient_train.core.loss import Alarm, Level
 from resilient_train.core.policy import Policy, parse
 from resilient_train.core.remedies import KNOWN
 from resilient_train.core.tree import is_sharded
@@ -36,7 +37,7 @@ from resilient_train.data.rows import Collate, change
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.extensions import Extension, load
-from resilient_train.ground.errors import ConfigError, TrainError, named_type, unusable
+from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, named_type, unusable
 from resilient_train.ground.files import conf, load_yaml
 from resilient_train.ground.reader import (
     ClipConfig,
@@ -48,6 +49,7 @@ from resilient_train.ground.reader import (
     option,
     read,
 )
+from resilient_train.ground.types import Facts, Vitals
 from resilient_train.ground.wording import log
 from resilient_train.loop import rows_of_loader
 from resilient_train.loop.schedule import (
@@ -360,12 +362,20 @@ def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
 def _without_absent(tree: Mapping[str, Any], absent: set[str]) -> dict[str, Any]:
     """Return a policy without the remedies that are not installed here, which it adds to `absent`, and empty rungs."""
 
+    def kept(action: Any) -> Any:
+        """Return an action, of a trial with the arms that are left; None without its remedy."""
+        name, settings = next(iter(action.items())) if isinstance(action, Mapping) else (action, None)
+        if name not in KNOWN:
+            absent.add(name)
+            return None
+        if not isinstance(settings, Mapping) or not is_list(settings.get("of")):
+            return action
+        arms = [known for arm in settings["of"] if (known := [one for one in map(kept, arm) if one is not None])]
+        return {name: {**settings, "of": arms}} if len(arms) > 1 else None
+
     def rung_of(rung: Any) -> Any:
-        actions = rung["do"] if isinstance(rung, Mapping) else rung
-        named = [(next(iter(one)) if isinstance(one, Mapping) else one, one) for one in actions]
-        absent.update(name for name, _ in named if name not in KNOWN)
-        kept = [one for name, one in named if name in KNOWN]
-        return {**rung, "do": kept} if isinstance(rung, Mapping) and kept else kept
+        actions = [one for one in map(kept, rung["do"] if isinstance(rung, Mapping) else rung) if one is not None]
+        return {**rung, "do": actions} if isinstance(rung, Mapping) and actions else actions
 
     ladders = {cause: [one for rung in rungs if (one := rung_of(rung))] for cause, rungs in tree["ladders"].items()}
     return {**tree, "ladders": ladders}
@@ -397,15 +407,17 @@ def _dotted_names(tree: Any) -> Iterator[str]:
         yield tree
 
 
-def checks(given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] = ()) -> Any:
+def checks(
+    given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] = (), kinds: Iterable[type[Extension]] = ()
+) -> Any:
     """Convert the name of a set in the package, or settings over those of the default set; add steps to `expect`."""
     if not isinstance(given, ChecksConfig | Mapping | str):
         raise TypeError(f"checks: expected the name of a set of checks, got {named_type(given)}")
     if not is_list(expect):
         raise TypeError(f"expect: expected steps, such as [400, 5000], got {named_type(expect)}")
     if isinstance(given, Mapping):
-        given = read_checks(merged(option("checks", "default"), given))
-    config: Any = named(given) if isinstance(given, str) else given
+        given = read_checks(merged(option("checks", "default"), given), kinds=kinds)
+    config: Any = named(given, kinds) if isinstance(given, str) else given
     steps = [checked(f"expect[{place}]", step, int, {"at_least": 1}) for place, step in enumerate(expect)]
     return replace(config, expect=[*config.expect, *steps])
 
@@ -423,10 +435,10 @@ def backward(accelerator: Any) -> Callable[[torch.Tensor], None]:
     return run
 
 
-def checks_config() -> type[ChecksConfig]:
-    """Return the dataclass of `checks`: what the core has, and what extensions add."""
+def checks_config(kinds: Iterable[type[Extension]] = ()) -> type[ChecksConfig]:
+    """Return the dataclass of `checks`: what the core has, and what extensions add, also `kinds` of one guard."""
     further: list[Any] = []
-    for kind in load():
+    for kind in dict.fromkeys([*load(), *kinds]):
         for name, settings in kind.settings.items():
             has_defaults = all(
                 one.default is not MISSING or one.default_factory is not MISSING for one in fields(settings)
@@ -436,9 +448,9 @@ def checks_config() -> type[ChecksConfig]:
     return make_dataclass("ChecksConfig", further, bases=(ChecksConfig,))
 
 
-def read_checks(tree: Any, key: str = "checks") -> Any:
+def read_checks(tree: Any, key: str = "checks", kinds: Iterable[type[Extension]] = ()) -> Any:
     """Read the settings of all checks. Those that are shipped for an extension that is not there are left out."""
-    config = checks_config()
+    config = checks_config(kinds)
     known = {one.name for one in fields(config)}
     if isinstance(tree, Mapping):
         shipped = option("checks", "default").keys() - known
@@ -446,14 +458,75 @@ def read_checks(tree: Any, key: str = "checks") -> Any:
     return read(config, tree, key)
 
 
+_OF_THE_CORE = ("level", "grad_limit", "jump", "episode", "refusals")
+
+
+class Shielded(Check):
+    """A check of another package: an error in it turns it off, as it is no reason to end a run."""
+
+    def __init__(self, check: Check) -> None:
+        self._check, self._is_off = check, False
+        self.yields_to_jump = check.yields_to_jump  # type: ignore[misc]
+        self.persistent = check.persistent  # type: ignore[misc]
+
+    def _asked(self, method: str, instead: Any, *given: Any, **named: Any) -> Any:
+        if self._is_off:
+            return instead
+        try:
+            return getattr(self._check, method)(*given, **named)
+        except Exception as error:  # on all ranks: they ask it with the same numbers
+            self._is_off = True
+            log.error("the check %s failed, and is off from here: %s", type(self._check).__name__, in_one_line(error))
+            return instead
+
+    def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
+        alarm: Alarm | None = self._asked("landed", None, step, vitals, reference, is_learned=is_learned)
+        return alarm
+
+    def overflowed(self, vitals: Vitals) -> Facts | None:
+        evidence: Facts | None = self._asked("overflowed", None, vitals)
+        return evidence
+
+    def trusted(self, then: Reference, since: int) -> int:
+        return int(self._asked("trusted", since, then, since))
+
+    def lifts_limits(self, step: int) -> bool:
+        return bool(self._asked("lifts_limits", False, step))
+
+    def rate_factor(self, step: int) -> float:
+        return float(self._asked("rate_factor", 1.0, step))
+
+    def more_is_trained(self) -> None:
+        self._asked("more_is_trained", None)
+
+    def forget(self, limit: float = math.inf) -> None:
+        self._asked("forget", None, limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._check.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._asked("load_state_dict", None, state)
+
+    def persistent_state(self) -> dict[str, Any] | None:
+        return self._check.persistent_state()
+
+    def load_persistent_state(self, state: Mapping[str, Any]) -> None:
+        self._asked("load_persistent_state", None, state)
+
+
 def all_checks(config: Any, extensions: Sequence[Extension]) -> tuple[Checks, BestLevel]:
     """Make the checks of a run. The best level is asked by others, too."""
     best, level = BestLevel(config.jump), Level(config.jump)
     further: dict[str, Check] = {"best": best}
     for one in extensions:
-        further |= one.checks(config, level)
+        for name, check in one.checks(config, level).items():
+            if name in (*further, *_OF_THE_CORE):
+                raise unusable(f"extension {type(one).__name__}", f"there is another check with the name {name}")
+            is_ours = type(check).__module__.startswith("resilient_train.")
+            further[name] = check if is_ours else Shielded(check)
     return Checks(config, level, **further), best
 
 
-def named(name: str) -> Any:
-    return read_checks(option("checks", name))
+def named(name: str, kinds: Iterable[type[Extension]] = ()) -> Any:
+    return read_checks(option("checks", name), kinds=kinds)

@@ -36,8 +36,8 @@ from resilient_train.durable.endings import RunFacts
 from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.progress import Doing
 from resilient_train.durable.resume import Resume
-from resilient_train.extensions import Extension, load
-from resilient_train.ground.errors import RanksDiffer, Stopped, TrainError, named_type, own_error
+from resilient_train.extensions import Extension, load, make_known
+from resilient_train.ground.errors import RanksDiffer, Stopped, TrainError, in_one_line, named_type, own_error
 from resilient_train.ground.reader import ClipConfig, DiskConfig, MemoryConfig
 from resilient_train.ground.types import Facts, Incident, Signal, UpdateResult
 from resilient_train.ground.wording import counted, log, say
@@ -162,7 +162,11 @@ class Guard(EngineGuard):
         more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
         self._settings = arguments.settings(optimizers[0], **more)
         disk = arguments.disk(disk, resumes=run_dir is not None and resume is True and not samples.is_fed)
-        config, policy = arguments.checks(checks, expect), arguments.policy(recovery)
+        given = [one for one in (*extensions, drill) if one is not None]
+        for one in given:
+            make_known(type(one))
+        config = arguments.checks(checks, expect, [type(one) for one in given])
+        policy = arguments.policy(recovery)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
         attributes, anomaly_mode = Attributes(bare), AnomalyMode(arguments.backward(accelerator))
         marks = Marks(bare, scaler, state.kept, attributes.undone)
@@ -180,8 +184,7 @@ class Guard(EngineGuard):
             observes=policy.observe,
             stepping=direct_steps,
         )
-        given = [one for one in (*extensions, drill) if one is not None]
-        several = [kind() for kind in load() if not any(type(one) is kind for one in given)] + given
+        several = [kind() for kind in load() if not any(isinstance(one, kind) for one in given)] + given
         checks, best = all_checks(config, several)
         home = home or place(run_dir, world, bool(resume), tracking, disk)
         incidents = home.incident_log
@@ -234,7 +237,6 @@ class Guard(EngineGuard):
             )
             self._direct_steps, self._anomaly_mode = direct_steps, anomaly_mode
             self._run, self._keeper = run, keeper
-            self._is_own_loop = is_own_loop
             is_shown = is_own_loop and (home.tracking is not None or bool(run.sinks))
             self._is_shown = world.least(-float(is_shown)) < 0  # on any rank: all average its numbers
             if world.is_main:
@@ -427,10 +429,13 @@ class Guard(EngineGuard):
 
     # For a trainer.
 
-    def take_norm(self, norm: torch.Tensor | None) -> None:
-        """Take the norm of the gradients at hand, if the trainer has measured it before it clipped them."""
-        assert isinstance(self._updater.clipper, TrainersClipper)
-        self._updater.clipper.norm = norm
+    def take_norm(self, norm: torch.Tensor | None, *, may_change: bool = False) -> None:
+        """Take the norm of the gradients at hand, if the trainer has measured it before it clipped them. `may_change`:
+        its callbacks may change the gradients after that.
+        """
+        clipper = self._updater.clipper
+        assert isinstance(clipper, TrainersClipper)
+        clipper.norm, clipper.may_change = norm, may_change
 
     def leave_out(self, *, keeps_buffers: bool = False) -> None:
         """Give up the update at hand. Buffers may stay if they are finite, for which the host waits for the device."""
@@ -448,9 +453,10 @@ class Guard(EngineGuard):
     def let_go(self) -> None:
         """Undo what affects the whole process: worker processes and patched code."""
         for one in self._run.extensions:
-            one.close()
-        if self._is_own_loop and self.reporter.place.directory is None:  # else with the files of the run
-            self._run.incident_log.run_history.close_sinks()
+            try:
+                one.close()
+            except Exception as error:  # all else has to be closed, too
+                log.error("%s could not be closed: %s", type(one).__name__, in_one_line(error))
         self.samples.close()
         self._keeper.wait()
         self._keeper.progress.close()

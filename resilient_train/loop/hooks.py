@@ -135,11 +135,13 @@ class TrainersClipper(Clipper):
     """Takes the norm that a trainer has measured, which has clipped the gradients already."""
 
     norm: torch.Tensor | None = None  # of the newest gradients, before they were clipped; None if it was not measured
+    may_change = False  # the gradients, by the trainer's callbacks, after it was measured
 
     def _clipped(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
-        norm = clip(weights, over_ranks=self.over_ranks)
-        if self.norm is not None:  # the trainer's callbacks may have changed the gradients since
-            norm = torch.where(norm.isfinite(), self.norm, norm)
+        norm = self.norm
+        if norm is None or self.may_change:
+            after = clip(weights, over_ranks=self.over_ranks)
+            norm = after if norm is None else torch.where(after.isfinite(), norm, after)
         clipped_to = self.config.max_norm
         if max_norm is not None and max_norm != clipped_to:  # a remedy clips further
             clipped = norm if clipped_to is None else norm.clamp(max=clipped_to)

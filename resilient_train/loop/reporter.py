@@ -227,7 +227,7 @@ class RunReporter:
         with suppress(OSError):  # the disk is full
             Loop(steps, place.resumes, settings, is_trainers).write(directory)
         if is_new and place.tracking is not None:  # else the tracker is at work, and two would write to one file
-            self._history.sinks.remove(self.tracker)
+            self._history.sinks[:] = [one for one in self._history.sinks if one is not self.tracker]
             self.tracker = tracking.build(place.tracking, directory, directory.parent, settings)
             self._history.sinks.append(self.tracker)
 
@@ -360,6 +360,7 @@ class RunReporter:
         """Report that the caller closed the loop, perhaps by an error; the directory is free unless it `is_writing`."""
         error = None if isinstance(error, GeneratorExit) else error
         self._finish(RunFacts(error=error, is_closed=True, planned=planned or 0))
+        self._history.close_sinks()
         if is_writing:
             return
         self.progress.close()
@@ -386,6 +387,7 @@ class RunReporter:
             endings.note_failure(self.directory, self.place.rank, "left its loop, without an error", in_training=True)
         # The directory stays locked until the process has ended: something may still be written.
         self._finish(RunFacts(error=error, is_closed=False))
+        self._history.close_sinks()
 
     @property
     def _history(self) -> RunHistory:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from resilient_train.core.controls import Controls
 from resilient_train.core.mark import Marks
@@ -158,3 +159,17 @@ class Run(RunParts):
             return False
         self.world.accelerator.gradient_accumulation_steps = self.samples.slicing.accumulation
         return True
+
+
+def lost_eps(optimizers: Iterable[Optimizer]) -> Facts | None:
+    """Name an epsilon that is 0 in the type of the weights, so that an update may divide by zero."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if not isinstance(eps, int | float):
+                continue
+            for dtype in {weight.dtype for weight in group["params"] if weight.is_floating_point()}:
+                if torch.tensor(eps, dtype=dtype).item() == 0:
+                    name = str(dtype).removeprefix("torch.")
+                    return fact("eps_lost", eps=eps, optimizer=type(optimizer).__name__, dtype=name)
+    return None

@@ -62,6 +62,7 @@ class Follower(ABC):
         self.taken = 0  # of the batches of the newest update
         self.is_left_out = False  # an earlier process skipped the newest update
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
+        self.may_change = False  # its callbacks the gradients, after that
         self.number = 0  # of the micro-batch that is run or replayed, in its update
         self._replay = 0  # which replay it is
         self._is_open = False  # the trainer has fetched the newest update, and made no step yet
@@ -283,7 +284,7 @@ class Follower(ABC):
 
     def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
         self._put_back(fed.settings)
-        self.guard.take_norm(self.norm)
+        self.guard.take_norm(self.norm, may_change=self.may_change)
         self.guard.update(loss)
         return self.guard.settle()
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_train.extensions.diagnosis.explain import lost_eps, of_state
+from resilient_train.extensions.diagnosis.explain import of_state
 from resilient_train.extensions.diagnosis.rows import far_above, guilty, nonfinite_fields, outlying_fields, usual_sizes
 from resilient_train.extensions.diagnosis.verdict import (
     ERRORS,
@@ -31,6 +31,7 @@ from resilient_train.extensions.diagnosis.verdict import (
 from resilient_train.ground.sentences import SENTENCES, SINGULAR
 from resilient_train.ground.types import Anomaly, Cause, Culprit, Diagnosis, Facts, Signal, fact
 from resilient_train.ground.wording import say
+from resilient_train.parts.run import lost_eps
 
 
 def culprit(op: str, *inputs: Mapping[str, Any]) -> Culprit:

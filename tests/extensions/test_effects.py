@@ -79,7 +79,7 @@ def test_an_effect_that_nobody_knows_is_not_dropped() -> None:
             ("lasting", {"share": -1.0}),
             ("skipped", [[8, 4]]),
             ("quarantined", [["x", "", 1, 1]]),
-            ("trials", {}),
+            ("trials", {"updates": "many"}),
         ),
         *(("armor", [{"line": 3}]), ("micro_batch", "few"), ("usual_norm", "x"), ("reference", {"reference": {}})),
     ],

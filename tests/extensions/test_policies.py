@@ -43,7 +43,7 @@ load()  # the remedies of all extensions
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
 SHIPPED = conf() / "recovery"
 POLICIES = ["aggressive", "balanced", "conservative", "off", "palm", "skip"]  # that do something
-FACTS = {"loss_scaler": True, "armor": False, "share": 0.0, "mends_eps": False, "trial_updates": 0}
+FACTS = {"loss_scaler": True, "armor": False, "share": 0.0, "lost_eps": False, "trial_updates": 0}
 ANY = Case(refused(9), unknown(refused(9)), snapshots=4, rows=10_000, facts=FACTS)
 
 

@@ -17,7 +17,7 @@ OUTSIDER = ROOT / "tests" / "outsider"
 # A NaN loss at update 30, in the hands of a policy of the user's own that freezes a layer.
 POLICY = """
 ladders:
-  default: [[rewind, {freeze_layer: {layer: "0.", steps: 20}}], [skip]]
+  default: [[rewind, {{freeze_layer: {{layer: "{layer}", steps: 20}}}}], [skip]]
 """
 GUARD = """
 import sys
@@ -56,11 +56,12 @@ import resilient_train
 class Regression(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.calls = torch.nn.Linear(4, 1), 0
+        self.calls = 0
+        self.add_module("0", torch.nn.Linear(4, 1))
 
     def forward(self, x, labels):
         self.calls += self.training
-        loss = ((self.linear(x)[:, 0] - labels) ** 2).mean()
+        loss = ((self.get_submodule("0")(x)[:, 0] - labels) ** 2).mean()
         return {"loss": loss * float("nan") if self.calls == 30 else loss}
 
 torch.manual_seed(0)
@@ -89,7 +90,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, installed_wheel: Path) -> Pa
     (wheel,) = folder.glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel), "--target"]
     subprocess.run([*install, str(folder / "installed")], check=True)
-    (folder / "policy.yaml").write_text(POLICY)
+    (folder / "policy.yaml").write_text(POLICY.format(layer="0."))
     return folder
 
 
@@ -123,7 +124,7 @@ def test_it_works_with_the_command(place: Path, installed_wheel: Path) -> None:
     words = ["model=mlp", "data=synthetic", "objective=classification", "accelerate.cpu=true", "tracking=none"]
     words += ["run.steps=80", "drill=nan_grad", "run.name=mine", "recovery=mine", "--config-dir=conf"]
     (place / "conf" / "recovery").mkdir(parents=True)
-    (place / "conf" / "recovery" / "mine.yaml").write_text(POLICY)
+    (place / "conf" / "recovery" / "mine.yaml").write_text(POLICY.format(layer="layers.0"))
     start = (sys.executable, "-m", "resilient_train", *words)
     said, events = run(place, installed_wheel, *start, "+checks.clipped_share.share=0.01")
     assert "freeze_layer" in said

@@ -108,7 +108,8 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
         root = composed_raw(chosen)
         node = OmegaConf.select(root, parent) if parent else root
     if not isinstance(node, DictConfig):
-        return ConfigError(key, value, f"no such key; {parent} has no keys of its own")
+        how = f"{parent} has no keys of its own" if node is not None else f"+{key}=... adds one, as of an extension"
+        return ConfigError(key, value, f"no such key; {how}")
     known = [str(one) for one in node if one != "hydra"]
     if not parent:  # groups that have no node unless one of their options is chosen, such as experiment
         known += sorted(one.name for one in CONF.iterdir() if one.is_dir() and one.name not in known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -20,9 +21,10 @@ from resilient_train.extensions.armor.domains import has_value
 from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.secrets import masked_tree
 from resilient_train.ground.types import Culprit, Diagnosis, Incident
-from resilient_train.ground.wording import log
+from resilient_train.ground.wording import IN_FILE_ONLY, log
 from resilient_train.parts.code_lines import Line, line_of
 from resilient_train.parts.run import Run
+from resilient_train.processes.world import is_lost_device
 
 
 class Patches(Armor):
@@ -98,6 +100,7 @@ class PatchedLines(Extension, OnError):
     def build(self, run: Run) -> None:
         self._run, self.patches, run.is_patched = run, Patches(run.handled_lines), is_patched
         self._examined: dict[tuple[Line | None, int], int] = {}  # by line and rewinds before: the first tick
+        self._logged: set[str] = set()
         run.effects.append(self.patches.effect())
         run.on_error.append(self)
 
@@ -128,11 +131,14 @@ class PatchedLines(Extension, OnError):
         first = self._examined.setdefault((found.line, run.updates.rewinds), begun.tick)
         is_new = begun.tick <= first + 1  # the verdict on an update comes after the next one
         is_plain = run.world.size == 1 and run.updater.scaler is None
-        if not (is_plain and is_new and (has_value(error) or found.of_distribution)):
+        if not (is_plain and is_new and (has_value(error) or found.of_distribution)) or is_lost_device(error):
             return None
         if run.policy.observe or not any(run.policy.ladders.values()):
             return None
-        begun.raised.append(in_one_line(error))
+        begun.raised.append(text := in_one_line(error))
+        if text not in self._logged:
+            self._logged.add(text)
+            log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
         for weight in run.updater.weights:
             weight.grad = torch.zeros_like(weight)
         return torch.full((), math.nan, device=run.world.device), {}

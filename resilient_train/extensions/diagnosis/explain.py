@@ -42,6 +42,7 @@ from resilient_train.ground.types import (
     by_signal,
     fact,
 )
+from resilient_train.parts.run import lost_eps
 from resilient_train.processes.world import World
 
 _OF_THE_RATE = (
@@ -272,20 +273,6 @@ def of_state(
     far, found = worst
     what = fact("weight_moved" if is_jump else "weight_not_finite", **found, step=anomaly.step)
     return far, Diagnosis(Cause.CORRUPTION, what)
-
-
-def lost_eps(optimizers: Iterable[Optimizer]) -> Facts | None:
-    """Name an epsilon that is 0 in the type of the weights, so that an update may divide by zero."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            eps = group.get("eps")
-            if not isinstance(eps, int | float):
-                continue
-            for dtype in {weight.dtype for weight in group["params"] if weight.is_floating_point()}:
-                if torch.tensor(eps, dtype=dtype).item() == 0:
-                    name = str(dtype).removeprefix("torch.")
-                    return fact("eps_lost", eps=eps, optimizer=type(optimizer).__name__, dtype=name)
-    return None
 
 
 @torch.no_grad()

@@ -156,10 +156,13 @@ class Trials(Extension):
         return max(0, most - self.updates)
 
     def state_dict(self) -> dict[str, Any]:
+        if not (self.updates or self.raced_in_vain):
+            return {}  # nothing that a run without trials would lack
         return {"updates": self.updates, "in_vain": self.raced_in_vain}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.updates, self.raced_in_vain = int(state["updates"]), bool(state["in_vain"])
+        known = state or {"updates": 0, "in_vain": False}
+        self.updates, self.raced_in_vain = int(known["updates"]), bool(known["in_vain"])
 
     def best_of(
         self, arms: Sequence[Sequence[Action]], steps: int, passed: int

@@ -17,7 +17,7 @@ class Settings:
 
 @dataclass
 class ClippedShare(Check):
-    saved = ("lately",)  # rewinds with the run, and is in checkpoints
+    saved = ("lately", "has_warned")  # rewinds with the run, and is in checkpoints
 
     settings: Settings
     lately: deque = field(default_factory=deque)
@@ -32,7 +32,10 @@ class ClippedShare(Check):
         if share >= self.settings.share and not self.has_warned:
             self.has_warned = True
             log.warning("step %d: %.0f %% of the last updates were clipped", step, 100 * share)
-        return  # an Alarm(since, evidence) would be an incident
+        return  # an Alarm(since, fact("text", text="...")) would be an incident
+
+    def forget(self, limit=float("inf")):  # something was changed on purpose
+        self.lately.clear()
 
 
 class ClippedShares(Extension):

@@ -20,5 +20,6 @@ class Lines(Sink):
 
 class Events(Extension):
     def build(self, run):
-        if path := os.environ.get("OUTSIDER_EVENTS"):
+        path = os.environ.get("OUTSIDER_EVENTS")
+        if path and run.world.is_main:  # each rank comes here, and events are those of rank 0
             run.sinks.append(Lines(path))

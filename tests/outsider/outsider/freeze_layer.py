@@ -1,4 +1,4 @@
-"""A remedy that freezes the layers whose name begins with a word, for a number of accepted updates."""
+"""A remedy that freezes the weights whose names begin with a word, for a number of accepted updates."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class FreezeLayer(Remedy):
     steps: int = limited(100, at_least=1)
 
     def applies(self, case):
-        return case.rewinds or not case.anomaly.landed
+        return any(name.startswith(self.layer) for name in case.facts["trained"] if self.layer)
 
     def apply(self, run):
         run.extension(FrozenLayers).freeze(self.layer, self.steps)
@@ -24,18 +24,21 @@ class FrozenLayers(Extension, Hook):
 
     def build(self, run):
         self.model, self.left = run.state.model, {}  # updates for which a layer is still frozen
+        self.trained = [name for name, weight in self.model.named_parameters() if weight.requires_grad]
         run.hooks.append(self)
         run.effects.append(Effect("frozen_layers", lambda: dict(self.left), self.restore, self.restore))
+
+    def facts(self, diagnosis, since, has_landed):
+        return {"trained": self.trained}
 
     def freeze(self, layer, steps):
         self.restore({**self.left, layer: steps})
 
     def restore(self, left):  # of an earlier process, or before a trial
-        for layer in {*self.left, *left}:
-            for name, weight in self.model.named_parameters():
-                if name.startswith(layer):
-                    weight.requires_grad_(layer not in left)
         self.left = dict(left)
+        for name in self.trained:
+            is_frozen = any(name.startswith(layer) for layer in left)
+            self.model.get_parameter(name).requires_grad_(not is_frozen)
 
     def accepted(self, update):
         if self.left:
