@@ -78,6 +78,7 @@ class BestWeights(Extension):
     def build(self, run: Run) -> None:
         self._run, directory = run, run.incident_log.directory
         self._best = Best(directory) if directory is not None else None  # on rank 0
+        self._is_sharded = run.state.is_sharded  # before a forward, which may leave no weight sharded
         if self._best is not None:
             run.keeper.further.append(self._best)
 
@@ -87,7 +88,7 @@ class BestWeights(Extension):
             return
         best, run = self._best, self._run
         is_better = best is not None and best.is_better(metrics)
-        if run.state.is_sharded:
+        if self._is_sharded:
             is_better = run.world.on_main(lambda: is_better)
         if is_better:
             tensors = gathered(run.state.model, keep=best is not None)

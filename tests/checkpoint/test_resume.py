@@ -114,7 +114,7 @@ def test_a_kill_after_all_checkpoints_were_demoted_costs_what_any_kill_does(nurs
 
 CHANGED = {
     "optimizer.lr=0.0005": "optimizer.lr: 0.001 there, 0.0005 here",
-    "recovery=skip": "recovery: another policy",
+    "recovery=skip": "recovery.budget.in_a_row: 50 there, 100 here",
     "checks.jump.sigmas=9": "checks.jump.sigmas: 4 there, 9 here",
     "clip.max_norm=0.5": "clip.max_norm: 1.0 there, 0.5 here",
     "checkpoint.disk.every=7": "checkpoint.disk.every: 200 there, 7 here",

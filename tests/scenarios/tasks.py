@@ -165,10 +165,6 @@ class Classifier(nn.Module):
         return self.last(torch.relu(self.norm(self.first(points))))
 
 
-def sgd(weights: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(weights, lr=0.1)
-
-
 CLASSIFY = Task(blobs, Classifier, cross_entropy)
 NORMED = CLASSIFY._replace(model=partial(Classifier, True))
 FAR = frozenset(torch.randperm(BLOBS, generator=torch.Generator().manual_seed(8))[:23].tolist())
@@ -235,15 +231,6 @@ def with_weights(rows: tuple[int, ...] = ()) -> TensorDataset:
 
 WEIGHED = CLASSIFY._replace(data=with_weights, loss=weighed)
 EARLY = (35, 645)  # rows of the third update, and of the forty-first
-
-
-def wrong_for_a_stretch() -> TensorDataset:
-    numbers = torch.Generator().manual_seed(1)
-    order = torch.cat([torch.randperm(BLOBS, generator=numbers) for _ in range(8)])
-    points, labels = blobs().tensors
-    points, labels = points[order], labels[order].clone()
-    labels[2400:2900] = (labels[2400:2900] + 1) % CLASSES
-    return TensorDataset(points, labels)
 
 
 class Mean(nn.Module):
@@ -595,12 +582,6 @@ def inverted(model: Any, batch: Any) -> Tensor:
     power = torch.linalg.matrix_power(torch.diag(F.relu(model.width - 0.05).detach().repeat(3)), -1)
     loss: Tensor = F.mse_loss(model(batch[0]), batch[1]) + model.width.square() + 0 * power.sum()
     return loss
-
-
-def masked(model: Any, batch: Any) -> Tensor:
-    """Scores in half precision get a mask that it cannot hold."""
-    scores = torch.zeros(4, 4, dtype=torch.float16).masked_fill(torch.ones(4, 4).triu(1) > 0, -1e9)
-    return F.mse_loss(model(batch[0]), batch[1]) + scores.softmax(-1).float().square().mean()
 
 
 NARROWS = READ._replace(data=on_a_line, model=Exact, optimizer=partial(torch.optim.SGD, lr=2e-2), loss=narrowing)

@@ -52,7 +52,6 @@ from tasks import (
     inverses,
     load,
     lose_moments,
-    masked,
     nan_from,
     noisier,
     normalized,
@@ -63,7 +62,6 @@ from tasks import (
     raises_once,
     readings,
     scaled_sizes,
-    sgd,
     shares,
     shuffled_from,
     sizes,
@@ -80,7 +78,6 @@ from tasks import (
     with_penalty,
     with_weights,
     with_zeros,
-    wrong_for_a_stretch,
 )
 
 from resilient_train.data.trees import weights_sha256
@@ -165,11 +162,6 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     # Bad rows.
     "rows far out": Scenario(CLASSIFY._replace(data=far_out), Ends("data", rows=FAR, loss=1.15), twin=CLASSIFY),
-    "rows far out that a normalization hides": Scenario(
-        NORMED._replace(data=far_out, optimizer=sgd),
-        Ends("data", rows=FAR, outcomes="recovered", loss=1.15),
-        twin=NORMED._replace(optimizer=sgd),
-    ),
     "rows far out in the first updates": Scenario(
         WEIGHED._replace(data=partial(with_weights, EARLY)),
         Ends("data", rows=frozenset(EARLY), loss=1.15),
@@ -182,11 +174,6 @@ SCENARIOS: dict[str, Scenario] = {
         guard={"shuffle": False},
     ),
     "a first loss that is far above all others": Scenario(FIT_MEAN, Ends(), guard={"shuffle": False}),
-    "labels that are wrong for a stretch": Scenario(
-        CLASSIFY._replace(data=wrong_for_a_stretch, steps=300),
-        Ends("data", says="look for wrong labels"),
-        guard={"shuffle": False},
-    ),
     # Damage from outside.
     "a weight that is written every fifty updates": Scenario(
         CLASSIFY._replace(steps=200),
@@ -290,7 +277,6 @@ SCENARIOS: dict[str, Scenario] = {
     # What every batch raises is patched where a patch has a value, as weights leave the domain or from the start on.
     "a width that is learned away": Scenario(NARROWS, Ends(None, signals="exception", op="Normal")),
     "chances that are learned away": Scenario(NARROWS._replace(loss=drawn), Ends(None, op="multinomial")),
-    "a mask that its type cannot hold": Scenario(NARROWS._replace(loss=masked), Ends(None, "armor", op="masked_fill")),
     # State that a forward writes besides the weights. The line is found though the loss meets it in a later update.
     "a buffer that is spoiled in place": Scenario(
         centred("in place"), Ends("corruption operation", op="div", outcomes="recovered")

@@ -112,7 +112,7 @@ class Layout:
             for name, module in self.model.named_modules():
                 if isinstance(module, _BatchNorm) and module.track_running_stats:
                     mean, var = cast(Tensor, module.running_mean), cast(Tensor, module.running_var)
-                    sizes = torch.cat([mean.square(), var])
+                    sizes = torch.cat([mean, var.abs().sqrt()])  # no squares, which overflow
                     found.append((Watched("norms", _plain(name), is_free=True), sizes))
         tensors = [(one, tensor) for one, tensor in found if isinstance(tensor, Tensor)]
         skipped = {one.name for one, tensor in tensors if _is_number(tensor) and not _is_measured(tensor)}

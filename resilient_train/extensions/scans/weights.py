@@ -280,4 +280,4 @@ class Norms(Scan):
 
     def excess(self, one: Watched, before: Numbers, now: Numbers) -> tuple[float, Facts]:
         evidence = fact("statistics_out", name=one.name, before=before.largest, now=now.largest)
-        return now.largest / (self.config.factor * max(before.largest, _LEAST)), evidence
+        return now.largest**2 / (self.config.factor * max(before.largest**2, _LEAST)), evidence
