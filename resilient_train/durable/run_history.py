@@ -123,7 +123,7 @@ class RunHistory:
 
     def _add(self, added: Mapping[str, list[Any]], **whole: Any) -> None:
         """Add what `Effects.changes` returned."""
-        self.effects |= whole
+        self.effects |= {name: [*one] if isinstance(one, list) else one for name, one in whole.items()}
         for name, new in added.items():  # in place: copying a list each time would take longer with each incident
             self.effects.setdefault(name, []).extend(new)
 
