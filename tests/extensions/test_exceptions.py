@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from group import agreed
 from guarded import SKIP, At, Net, accused, adamw, cross_entropy, guarded, handed_over, is_finite, rows, trained
 from pairs import Pair
 from tasks import BAD, NARROWS, READ, VOLUMES, Ends, Readings, Running, Scenario, inverted, narrowing, readings, squared
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from resilient_train.data.trees import weights_sha256
@@ -118,6 +119,27 @@ def twice(model: Any, batch: Any) -> Tensor:
 
 
 WHERE = torch.tensor([7, 8, 9])
+
+
+def replicated(bad: list[int]) -> tuple[list[int], str]:
+    torch.manual_seed(0)
+    data = readings()
+    data.tensors[1][bad] = 8
+    model = nn.parallel.DistributedDataParallel(Readings())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = Guard(None, model, optimizer, data=data, batch_size=16, steps=12, objective=twice, shuffle=False)
+    trained(guard).settle()
+    return accused(guard.incidents), weights_sha256(guard.state)
+
+
+def of_a_group(bad: list[int]) -> tuple[list[int], str]:
+    dist.init_process_group("gloo")
+    return replicated(bad)
+
+
+def test_ranks_of_ones_own_group_raise_alike() -> None:
+    """One rank raises before its forward: the others, whose model is in DDP, do not wait for it."""
+    assert agreed(2, of_a_group, [80])[0] == [80]
 
 
 def accumulated(bad: list[int]) -> tuple[list[int], str]:
