@@ -17,7 +17,8 @@ class Settings:
 
 @dataclass
 class ClippedShare(Check):
-    saved = ("lately", "has_warned")  # rewinds with the run, and is in checkpoints
+    saved = ("lately",)  # rewinds with the run, and is in checkpoints
+    persistent = ("has_warned",)  # is in checkpoints, and stays as it is in a rewind
 
     settings: Settings
     lately: deque = field(default_factory=deque)
