@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from guarded import Poison, adamw, guarded, trained
 
 from resilient_train.core.checks import Check, References
 from resilient_train.core.loss import Alarm
-from resilient_train.core.remedies import Remedy
+from resilient_train.core.remedies import KNOWN, Remedy
 from resilient_train.extensions import Extension
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.reader import limited
@@ -58,6 +58,13 @@ class Own(Extension):
 
     def build(self, run: Any) -> None:
         pass
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Remedies are known to the whole process: other tests look at all of them."""
+    yield
+    KNOWN.pop("count", None)
 
 
 def test_its_check_has_settings_and_its_remedy_is_in_a_policy() -> None:
