@@ -49,7 +49,7 @@ class Check(PlainState):
     yields_to_jump: ClassVar = False  # an alarm of the jump check comes first
 
     def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
-        """Judge an accepted update. Not `is_learned`: damage is open, its loss above the level to come back to."""
+        """Judge an accepted update. Not `is_learned`: damage is open, its loss above the level to return to."""
         return None
 
     def overflowed(self, vitals: Vitals) -> Facts | None:

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from resilient_train.core.policy import Policy, Rung
-from resilient_train.core.remedies import Case, applicable, is_mild
-from resilient_train.ground.types import OBSERVE, TRIAL, Action, Cause, Decision, Facts, Incident, fact, kind_of
+from resilient_train.core.remedies import KNOWN, Case, applicable, is_mild
+from resilient_train.ground.types import OBSERVE, Action, Cause, Decision, Facts, Incident, fact, kind_of
 
 _FROM_OUTSIDE = (Cause.CORRUPTION, Cause.DATA)  # not caused by the training: they may occur again after any remedy
-_MAIN = {TRIAL, "limit_update"}  # without these a rung that names them is pointless
 
 
 def decide(policy: Policy, case: Case, history: Sequence[Incident]) -> Decision:
@@ -54,7 +53,7 @@ def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
     names = {action.remedy for action in rung.do}
     rewinds = any(action.remedy == "rewind" for action in applicable(rung.do, case))
     actions = applicable(rung.do, replace(case, rewinds=rewinds))
-    lacks_main = _MAIN & names - {action.remedy for action in actions}
+    lacks_main = any(KNOWN[name].is_main for name in names - {one.remedy for one in actions} if name in KNOWN)
     only_warms_up = all(one.remedy == "lower_lr" and one.settings.get("factor") == 1 for one in actions)
     return () if lacks_main or (only_warms_up and "rewind" in names and not rewinds) else actions
 

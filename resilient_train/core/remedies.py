@@ -40,6 +40,7 @@ class Remedy:
 
     order: ClassVar[int] = 100  # the lower, the earlier it is applied among those of a rung
     is_mild: ClassVar[bool] = False  # it changes neither weights nor knobs
+    is_main: ClassVar[bool] = False  # a rung that names it is left out where it does not apply
 
     def applies(self, case: Case) -> bool:
         """Say whether it makes sense here; otherwise it is left out and costs no strike."""

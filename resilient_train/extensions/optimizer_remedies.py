@@ -129,7 +129,7 @@ class LimitLr(Remedy):
 class LimitUpdate(Remedy):
     """Clip the gradient so that an update of SGD changes the weights by at most a share of their norm, which falls."""
 
-    order = 90
+    order, is_main = 90, True
     share: float = limited(0.1, above=0, at_most=1)
 
     def settings_for(self, case: Case) -> dict[str, float]:

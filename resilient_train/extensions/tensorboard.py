@@ -17,7 +17,7 @@ class TensorBoardWriter(Sink):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise unusable("tensorboard", "needs the package tensorboard: pip install tensorboard") from error
-        self._writer = SummaryWriter(directory)
+        self._writer = SummaryWriter(directory, flush_secs=10)  # by a thread of its own
 
     def write(self, event: Mapping[str, Any]) -> None:
         write: Any = self._writer
@@ -28,7 +28,6 @@ class TensorBoardWriter(Sink):
             case {"kind": "incident_opened" | "incident_closed" as kind, "incident": incident}:
                 lines = [f"{name}: {incident[name]}" for name in _SHOWN if incident.get(name) not in (None, [], "")]
                 write.add_text(f"incident {incident['id']} {kind[9:]}", "\n\n".join(lines), incident["tick"])
-        write.flush()
 
     def close(self) -> None:
         self._writer.close()

@@ -71,7 +71,7 @@ def judged(panel: Any, steps: range, seed: int = 0) -> Any:
 
 @pytest.mark.parametrize("name", names_of_checks())
 def test_the_state_of_a_check_goes_round(name: str) -> None:
-    """What rewinds and what does not come back from plain data as they were, in a process that has learned nothing."""
+    """What rewinds, and what does not, is restored from plain data as it was, in a process that has learned nothing."""
     one, other = judged(checks(), range(1, 200))._checks[name], checks()._checks[name]
     other.load_state_dict(plain(one.state_dict()))
     other.load_persistent_state(plain(one.persistent_state()))
@@ -112,7 +112,7 @@ def test_a_check_that_is_reset_has_learned_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_a_remedy_leaves_effects_that_go_round_and_are_undone(name: str) -> None:
-    """What it changes and lasts comes back from plain data in the next process; knobs are undone."""
+    """What it changes and lasts is restored from plain data in the next process; knobs are undone."""
     kind: Any = KNOWN[name]
     assert kind.__doc__
     guard, settings = handed_over(small(), cross_entropy, 12), {"of": ()} if "of" in kind.__dataclass_fields__ else {}

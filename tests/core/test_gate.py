@@ -49,7 +49,7 @@ def test_a_refused_first_step_of_a_weight_that_thaws_makes_no_state(name: str) -
 
 
 def test_no_norm_passes_whose_square_is_infinite() -> None:
-    """Without a limit, too: Adam's second moments would never come back."""
+    """Without a limit, too: Adam's second moments would never recover."""
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     gate = HostGate(CPU)

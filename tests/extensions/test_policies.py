@@ -382,7 +382,7 @@ def test_an_explosion_is_cut_as_deep_as_it_goes(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["balanced", "aggressive", "conservative"])
 def test_a_rate_that_rose_is_limited_to_what_it_was(policy: str) -> None:
-    """The samples are innocent: nothing is skipped."""
+    """The samples are not to blame: nothing is skipped."""
     decision = decided(Cause.RATE, policy=policy, usual_rate=0.7)
     assert [one.remedy for one in decision.actions] == ["rewind", "limit_lr"]
     assert setting(decision, "limit_lr")["to"] == 0.7

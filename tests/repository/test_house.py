@@ -91,8 +91,8 @@ def test_a_file_keeps_to_the_house(file: Path) -> None:
     tree = ast.parse(text)
     parts = [name.split(".") for name in imported(tree)]
     rooms = {name[1] for name in parts if name[0] == "resilient_train" and name[1:] and not name[1].startswith("__")}
-    strangers = rooms - MAY_KNOW[here] - {"ground", here}
-    assert not strangers, f"{here} should not know {', '.join(sorted(strangers))}"
+    unwanted = rooms - MAY_KNOW[here] - {"ground", here}
+    assert not unwanted, f"{here} should not know {', '.join(sorted(unwanted))}"
     if here == "extensions" and place != "extensions/__init__.py":
         own = file.relative_to(HOUSE).parts[1].removesuffix(".py")
         others = {name[2] for name in parts if name[:2] == ["resilient_train", "extensions"]} - {

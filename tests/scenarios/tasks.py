@@ -24,7 +24,7 @@ NEVER = 10**9
 
 
 class Task(NamedTuple):
-    """A program, which is made anew for each run."""
+    """A program, which is made again for each run."""
 
     data: Callable[[], Any]
     model: Callable[[], nn.Module]
@@ -295,7 +295,7 @@ def rotting(run: Running, model: Any, batch: Any, loss: Tensor) -> Tensor:
 
 
 def draw_again(run: Running) -> None:
-    """The loop draws a head anew at certain steps, and again after a rewind."""
+    """The loop replaces a head at certain steps, and again after a rewind."""
     step = run.guard.attempted_step
     if step and step % 100 == 0:
         torch.manual_seed(step)

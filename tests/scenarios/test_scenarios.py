@@ -123,7 +123,7 @@ SCENARIOS: dict[str, Scenario] = {
         rate=stretch(1000, 100, 30),
         guard={"recovery": "observe"},
     ),
-    # What does not come back: the run ends on the best state that was proven, however much came after.
+    # What does not return: the run ends on the best state that was proven, however much came after.
     "labels that mean nothing": Scenario(
         CLASSIFY._replace(steps=400),
         Ends(None, outcomes="gave_up unrecovered recurred", exit_code=3, loss=0),

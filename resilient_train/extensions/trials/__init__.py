@@ -97,7 +97,7 @@ def _arm(key: str, nodes: Any) -> tuple[Action, ...]:
 class Trial(Remedy):
     """Try several remedies from the same state on the same samples, and apply those of the best arm."""
 
-    order = 150
+    order, is_main = 150, True
     of: tuple[tuple[Action, ...], ...] = field(metadata={"read": _arms})  # the mildest first
     steps: int = limited(30, at_least=1)  # updates of each arm
 
