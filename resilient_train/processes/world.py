@@ -50,7 +50,7 @@ def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, w
     found = blocks(model, names)
     for block in [*found, model]:
         fully_shard(block, mesh=mesh)
-    return f"FSDP2 over {world} processes ({counted(len(found), 'block')}, named in accelerate.blocks or by the model)"
+    return f"FSDP2 over {world} processes ({counted(len(found), 'block')}: accelerate.blocks names their classes)"
 
 
 def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
