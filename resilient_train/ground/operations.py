@@ -115,6 +115,13 @@ def is_random(name: str) -> bool:
 
 
 @_cached
+def writes(name: str) -> bool:
+    """Say whether something of that name writes into what it is given, as `append` of a list does."""
+    given = [argument.alias_info for form in overloads(name) for argument in form._schema.arguments]
+    return any(alias is not None and alias.is_write for alias in given)
+
+
+@_cached
 def computes(name: str) -> bool:
     """Say whether an operation makes new numbers: no view of its input, nothing for Python, nothing written into it."""
     if (name.endswith("_") and not name.startswith("__")) or name in _MAY_WRITE:

@@ -19,6 +19,7 @@ from resilient_train.ground.operations import (
     is_random,
     overloads,
     torchs_name,
+    writes,
 )
 
 PREFIX = "__armor_"
@@ -100,7 +101,8 @@ def _is_repeatable(node: ast.AST, names: dict[str, Any]) -> bool:
     if isinstance(node, ast.Call):
         owner, name = node.func, _name(node, names)
         is_own = isinstance(owner, ast.Attribute) and isinstance(owner.value, ast.Name) and owner.value.id == "self"
-        return not is_own and bool(overloads(name)) and not is_random(name) and not _is_in_place(node)
+        is_torchs = not is_own and bool(overloads(name))
+        return is_torchs and not is_random(name) and not writes(name) and not _is_in_place(node)
     return isinstance(node, _REPEATABLE)
 
 
