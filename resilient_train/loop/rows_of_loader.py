@@ -142,7 +142,7 @@ class _NumberedLoader(LoaderBatches):
 
     def begun(self) -> Iterator[Any]:
         if not self._continues:
-            self._marks.append((self.drawn - 1, [self._generator.get_state(), self._iteration]))
+            self._marks.append((self.drawn - 1, [None, self._iteration]))
         begins, (_, self._iteration) = self._marks[-1]
         self._continues = False
         passed = self.drawn - 1 - begins
@@ -152,9 +152,11 @@ class _NumberedLoader(LoaderBatches):
         return iter(loader)
 
     def _prepare(self) -> None:
-        begins, (state, _) = self._marks[-1]
+        begins, mark = self._marks[-1]
+        if mark[0] is None:  # a new epoch: as in a plain loop, its iterator has drawn once before
+            mark[0] = self._generator.get_state()
         self.seed_for(begins)
-        self._generator.set_state(state)
+        self._generator.set_state(mark[0])
 
 
 def samples_of(loader: Any, least: Callable[[float], float], *more: Any) -> LoaderSamples:

@@ -107,6 +107,13 @@ def test_a_loader_over_rows_goes_on_where_it_was(kind: str, workers: int, tmp_pa
     assert (resumed, rest) == (weights, seen[-len(rest) :])
 
 
+def test_a_loader_with_a_generator_yields_the_batches_of_a_plain_loop(tmp_path: Path) -> None:
+    _, seen, _ = over_rows(tmp_path, "generator", 0)
+    plain = DataLoader(Rows(), 16, True, generator=torch.Generator().manual_seed(5))
+    expected = [tuple(batch[2].tolist()) for _ in range(4) for batch in plain]
+    assert seen == expected[:50]
+
+
 @pytest.mark.parametrize("kind", ["plain", "prepared"])
 def test_bad_rows_of_a_loader_are_named_and_come_no_more(kind: str, tmp_path: Path) -> None:
     _, seen, accused = over_rows(tmp_path, kind, 0, bad=(17, 99))
