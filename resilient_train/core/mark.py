@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import is_
 from types import MappingProxyType
 from typing import Any
 
@@ -16,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from resilient_train.core.copies import Stateful, restore_changed, room
+from resilient_train.core.copies import Stateful, restore_changed
 from resilient_train.core.state import optimizer_tree, restore_optimizer, weights_of
-from resilient_train.core.tree import Tree, copy_into, local_part, put_together, taken_apart
+from resilient_train.core.tree import Tree, copies_of, copy_into, local_part, put_together, taken_apart
 
 
 @dataclass(eq=False)
@@ -31,7 +30,6 @@ class Mark:
     live: Sequence[torch.Tensor] = ()
     copies: list[torch.Tensor] = field(default_factory=list)
     kept: Mapping[str, Tree] = field(default_factory=dict)  # what is kept, by name, as it was
-    of_kept: list[torch.Tensor] = field(default_factory=list)  # the tensors of that, which are copies
     steps: dict[Optimizer, tuple[Tree, list[torch.Tensor]]] = field(default_factory=dict)  # and their weights
 
 
@@ -49,8 +47,6 @@ class Marks:
         self._scaler, self._kept, self._undone = scaler, kept, undone
         self._model = model
         self.list_modules()
-        self._spare: list[Mark] = []
-        self._memory: dict[Optimizer, list[torch.Tensor]] = {}  # of the copies of full marks
 
     def list_modules(self) -> None:
         """List those of the model as it is now: `named_buffers` would walk the tree in every update."""
@@ -61,25 +57,15 @@ class Marks:
         live = [one for _, table in tables for one in table.values() if one is not None] + self.scale()
         if not (tables or live or self._kept):
             return Mark(self._modules)
-        old = self._spare.pop() if self._spare else Mark()
-        # Usually they are the same: there is no need to compare all else of each tensor.
-        is_same = all(map(is_, old.live, live)) and [one.shape for one in old.copies] == [one.shape for one in live]
-        copies = old.copies if is_same else room(live, old.copies, torch.empty_like)
-        copy_into(copies, live)
         plain, kept = taken_apart({name: item.state_dict() for name, item in self._kept.items()})
-        of_kept = room(kept, old.of_kept, torch.empty_like)
-        copy_into(of_kept, kept)
-        return Mark(self._modules, tables, live, copies, put_together(plain, of_kept), of_kept)
+        return Mark(self._modules, tables, live, copies_of(live), put_together(plain, copies_of(kept)))
 
     def fill(self, mark: Mark, optimizer: Optimizer) -> None:
         """Copy an optimizer and its weights, which step before the verdict; once for a mark."""
         if optimizer in mark.steps:
             return
         plain, sources = taken_apart({"weights": weights_of(optimizer), "optimizer": optimizer_tree(optimizer)})
-        copies = room(sources, self._memory.get(optimizer, []), torch.empty_like)
-        copy_into(copies, sources)
-        self._memory[optimizer] = copies
-        mark.steps[optimizer] = plain, copies
+        mark.steps[optimizer] = plain, copies_of(sources)
 
     def undo_steps(self, mark: Mark) -> bool:
         """Put back the optimizers that have stepped, and their weights; say whether there are any."""
@@ -110,10 +96,6 @@ class Marks:
         in_place = [place for place, one in enumerate(mark.live) if id(one) not in {*resized, *stays}]
         copy_into([mark.live[place] for place in in_place], [mark.copies[place] for place in in_place])
 
-    def release(self, mark: Mark) -> None:
-        if mark.copies or mark.of_kept:
-            self._spare.append(mark)
-
     def scale(self) -> list[torch.Tensor]:
         """The tensors of the loss scale, which RunState has made."""
         scaler: Any = self._scaler
@@ -129,4 +111,3 @@ class Marks:
                 yield mark.kept
             finally:
                 self.put_back(now)
-        self.release(now)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from resilient_train.ground.errors import ConfigError
-from resilient_train.ground.reader import find
-from resilient_train.ground.reader import limited as limited  # custom remedies import it from here
+from resilient_train.ground.reader import limited as limited  # remedies of others import it from here
 from resilient_train.ground.types import OBSERVE, Action, Anomaly, Diagnosis
 
 if TYPE_CHECKING:  # it has torch
@@ -36,7 +34,7 @@ class Case:
 
 
 class Remedy:
-    """An action against an incident. Write custom remedies as frozen dataclasses that inherit from this class."""
+    """An action against an incident. Those of extensions are frozen dataclasses that inherit from this class."""
 
     order: ClassVar[int] = 100  # the lower, the earlier it is applied among those of a rung
     is_mild: ClassVar[bool] = False  # it changes neither weights nor knobs
@@ -174,27 +172,14 @@ KNOWN: dict[str, type[Remedy]] = {
 
 
 def remedy(action: Action) -> Remedy:
-    """Build the remedy that an action of a policy names. Not for actions from a file: a dotted name is imported."""
-    kind: Any = remedy_class(action.remedy, action.remedy)
-    built: Remedy = kind(**action.settings)
-    return built
+    """Build the remedy that an action of a policy names."""
+    return KNOWN[action.remedy](**action.settings)
 
 
 def applicable(actions: Sequence[Action], case: Case) -> tuple[Action, ...]:
     """Select the actions that apply, and replace the settings that follow from the case."""
     kept = [(action, one) for action in actions if (one := remedy(action)).applies(case)]
     return tuple(replace(action, settings={**action.settings, **one.settings_for(case)}) for action, one in kept)
-
-
-def remedy_class(name: str, key: str) -> type[Remedy]:
-    """Return a known remedy, or import the one at a dotted path; anything else there is refused, and not called."""
-    if name in KNOWN:
-        return KNOWN[name]
-    kind = find(key, name)
-    if not isinstance(kind, type) or not issubclass(kind, Remedy) or not is_dataclass(kind):
-        how = f"write a dataclass that inherits from {Remedy.__module__}.Remedy"
-        raise ConfigError(key, name, f"is not a remedy: {how}")
-    return kind
 
 
 def is_mild(actions: Iterable[Action]) -> bool:

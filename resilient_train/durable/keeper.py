@@ -297,7 +297,6 @@ class CheckpointKeeper:
     def _job(self, snapshot: Snapshot) -> Job | None:
         """Make a job that writes a snapshot, on rank 0 alone. All ranks gather a sharded state for it."""
         parts, store, updates = self._parts, self._store, self._parts.updates.copy()
-        snapshot.is_being_written = self._commits  # first: in another thread the loop may drop it meanwhile
         parts.ring.copier.wait()
         content = gathered(snapshot.parts, keep=self._commits) if self._is_sharded else snapshot.parts
         if not self._commits:

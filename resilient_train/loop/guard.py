@@ -443,7 +443,6 @@ class Guard(EngineGuard):
         self._put_back_batch()
         if keeps_buffers and all(bool(one.isfinite().all()) for one in now.copies):
             self._marks.put_back(now)
-        self._marks.release(now)
 
     # For the command.
 
@@ -530,7 +529,7 @@ class Guard(EngineGuard):
             if self._keeper.is_verified or self._ring.is_due(self.clock.step):  # else no snapshot is taken at this step
                 self._controls.snapshot(self.clock.step, verified=self._keeper.is_verified)
             if self._checks.episode.is_open:  # since before the process ended
-                self._ring.keep_reference(self.clock.step)
+                self._ring.keep_reference()
 
     def _complete(self) -> None:
         """Write the end state of the caller's loop. Every rank comes here: weights may be sharded."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -250,50 +249,6 @@ def test_what_is_wrong_in_a_policy_is_named_by_its_position(tree: Any, said: str
     assert said in str(error.value)
     assert str(error.value).startswith("recovery")
     assert "\n" not in str(error.value)
-
-
-OWN = """
-from dataclasses import dataclass
-from resilient_train.core.remedies import Remedy, limited
-
-@dataclass(frozen=True)
-class Halve(Remedy):
-    times: int = limited(1, at_least=1)
-
-    def apply(self, run):
-        run.knobs.turn_lr(0.5**self.times)
-
-class Useless:
-    def apply(self, run):
-        pass
-
-class Plain(Remedy):
-    def __init__(self, times=1):
-        self.times = times
-"""
-
-
-def test_a_remedy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dotted path in a rung is imported, its settings are checked, and it is applied after the others."""
-    (tmp_path / "my_remedies.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    policy = parse(default([{"my_remedies.Halve": {"times": 2}}, "skip"]))
-    (decision,) = decisions(policy, [refused(1)])
-    assert decision.actions == (Action("skip"), Action("my_remedies.Halve", {"times": 2}))
-    remedy(decision.actions[1]).apply(run := cast(Any, Run()))
-    assert run.knobs.values.lr == 0.25
-    for entry, said in {
-        "my_remedies.Half": "cannot be imported: my_remedies has no Half; did you mean Halve?",
-        "my_remedy.Halve": "cannot be imported: there is no module my_remedy on the path",
-        "my_remedies.Useless": "is not a remedy: write a dataclass that inherits from resil",
-        "my_remedies.Plain": "is not a remedy: write a",
-        "subprocess.Popen": "is not a remedy: write a",
-    }.items():
-        with pytest.raises(ConfigError) as error:
-            parse(default([entry]))
-        assert f"recovery.ladders.default[0][0]={entry}: {said}" in str(error.value)
-    with pytest.raises(ConfigError, match=r"my_remedies\.Halve\.times=0: must be a whole number \(at least 1\)"):
-        parse(default([{"my_remedies.Halve": {"times": 0}}]))
 
 
 # Whatever happens.

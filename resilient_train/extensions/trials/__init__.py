@@ -385,7 +385,6 @@ class Trials(Extension):
             controls.advance(was_limited=attempt.is_limited)
         else:
             marks.undo(mark, keeps_scale=True)
-        marks.release(mark)
         self._made += 1
         parts.beat()
         # A loss scale that is too high is found out by an overflow.
@@ -447,7 +446,7 @@ class RateSearch(Hook):
             return
         run.checks.require_recovery(step, step)
         if run.checks.episode.is_open:
-            run.ring.keep_reference(step)
+            run.ring.keep_reference()
         fell = fact("weights_fell", share=found.left) if found.left < 1 else ()
         anomaly = Anomaly(Signal.NO_PROGRESS, step, run.clock.tick, found.since, check.evidence + fell)
         run.keeper.distrust(found.since)
@@ -470,7 +469,9 @@ def travelled(ring: Ring, agree: Callable[[float], float]) -> float:
     ring.copier.wait()
     older, newer = (one.parts["weights"] for one in ring.snapshots[-2:])
     moved = norm = 0.0
-    for name in newer.keys() - ring.snapshots[-1].shared.keys() & older.keys():
+    for name in newer.keys() & older.keys():
+        if newer[name] is older[name]:  # frozen
+            continue
         now = local_part(newer[name])
         moved += _square(now - local_part(older[name]))
         norm += _square(now)
