@@ -254,7 +254,8 @@ class Checks:
             return Finding(self._about_loss(vitals, Signal.DIVERGENCE, alarm))
         if norms is not None:
             self.grad_limit.make_room(norms)
-            self.level.lift_limit()
+            if signal is Signal.LOSS_SPIKE:  # which no check of the losses has judged: it is off, or the run too young
+                self.level.forget()
             log.info("note: %d updates exceeded the limit; raising it", len(norms))
             return Finding(repeat=True)
         if signal is Signal.GRAD_SPIKE:

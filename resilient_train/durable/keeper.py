@@ -192,9 +192,8 @@ class CheckpointKeeper:
         def write() -> Path | None:
             if not self._writes or (healthy and not self._config.every):
                 return None
-            verified, (plain, tensors) = self._unsaved(), taken_apart(parts.state.live())
-            present = Snapshot(parts.clock.step, plain, tensors, {}, parts.checks_state(), effects)
-            present.verified = healthy and not damaged
+            verified, state = self._unsaved(), put_together(*taken_apart(parts.state.live()))
+            present = Snapshot(parts.clock.step, state, 0, parts.checks_state(), effects, healthy and not damaged)
             is_saved = not self._is_urgent and self._last == (parts.clock.tick, parts.clock.step)
             if present.verified and is_saved:  # of a complete run that was started again
                 return self._path_of(present)

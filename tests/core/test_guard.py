@@ -152,15 +152,6 @@ def killed(name: str, run_dir: Path) -> None:
     guarded_program(SCENARIOS[name], 0, run_dir, is_killed=True)
 
 
-def test_a_declared_change_costs_no_update() -> None:
-    """Where a change is declared, the limit is no reason to lose an update: the very same one lands."""
-    guard = handed_over(guarded(adamw, None, expect=[50]), At("spike", 50), 60)
-    assert guard.incidents == []
-    assert guard.clock.step == 60
-    assert guard.clock.tick in (60, 61)
-    assert guard.samples.position == 60 * 8
-
-
 def test_the_verdict_is_in_before_the_next_update_lands() -> None:
     """It may come an update late, and what was begun meanwhile does not land."""
     guard, spoiled = guarded(adamw, None), At("gradient", 5)

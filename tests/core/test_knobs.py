@@ -50,25 +50,6 @@ def test_knobs_re_warm() -> None:
     assert knobs.values == KnobValues()
 
 
-def test_steps_of_relaxing() -> None:
-    """Two steps take back a halving or a tenfold, to exactly 1 and not nearly."""
-    for factor in (0.09, 0.18, 0.95):
-        (turned := Knobs()).turn_lr(factor)
-        turned.turn_lr(1 / factor)
-        assert turned.values == KnobValues()
-    knobs = Knobs(relax_after=1)
-    knobs.turn_lr(0.5)
-    knobs.turn_clip(0.25)
-    knobs.turn_eps(10_000)
-    seen = []
-    for _ in range(8):
-        knobs.advance()
-        seen.append(knobs.values)
-    assert [values.lr == 1.0 for values in seen] == [False, *[True] * 7]
-    assert [values.clip == 1.0 for values in seen] == [False] * 3 + [True] * 5
-    assert [values.eps == 1.0 for values in seen] == [False] * 7 + [True]
-
-
 def healthy_updates_until_relaxed(knobs: Knobs) -> int:
     before, count = knobs.values, 0
     while knobs.values == before:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import table
 
-from resilient_train.core.decide import decide, recent
+from resilient_train.core.decide import decide
 from resilient_train.core.policy import parse
 from resilient_train.core.remedies import cut, is_mild, remedy
 from resilient_train.durable.incident_log import IncidentLog
@@ -315,25 +315,6 @@ def test_every_signal_has_a_cause_and_advice(signal: Signal, has_landed: bool) -
     (advice,) = diagnosis.advice
     assert say([advice]).endswith(".")
     assert diagnosis.culprit is None
-
-
-def test_incidents_that_are_over_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every refused update asks for the recent ones: only these are unfolded into their updates."""
-    unfolded, history, each = list[int](), list[Incident](), Incident.each.fget  # type: ignore[attr-defined]
-
-    def noted(incident: Incident) -> list[Incident]:
-        unfolded.append(incident.id)
-        return each(incident)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(Incident, "each", property(noted))
-    for number in range(1, 101):
-        tick = number * 650
-        again = tuple((tick + later, tick + later) for later in range(10, 650, 10))
-        decision = Decision((Action("rewind" if number == 7 else "skip"),))
-        history.append(Incident(number, refused(tick), unknown(refused(tick)), decision, again=again))
-    updates = recent(parse(default(ENDLESS)), history, 65_650)
-    assert [one.id for one in updates] == [7] * 65 + [99] * 35 + [100] * 65
-    assert unfolded == [7, 99, 100]
 
 
 # What becomes of incidents.
