@@ -145,20 +145,6 @@ class TightenClip(Remedy):
         run.knobs.turn_clip(1.0 if self.to else self.factor, self.to)
 
 
-@dataclass(frozen=True)
-class RaiseEps(Remedy):
-    """Multiply the optimizer's epsilon; it relaxes by itself."""
-
-    order = 110
-    factor: float = limited(100.0, at_least=1)
-
-    def applies(self, case: Case) -> bool:
-        return not case.sgd
-
-    def apply(self, run: Controls) -> None:
-        run.knobs.turn_eps(self.factor)
-
-
 # By name. Extensions add theirs.
 KNOWN: dict[str, type[Remedy]] = {
     "rewind": Rewind,
@@ -167,7 +153,6 @@ KNOWN: dict[str, type[Remedy]] = {
     "report": Report,
     "lower_lr": LowerLr,
     "tighten_clip": TightenClip,
-    "raise_eps": RaiseEps,
 }
 
 

@@ -258,15 +258,13 @@ class Updater:
         for group, setting, usual in zip(self.groups(), planned, chain(*self._configured), strict=True):
             lr = setting["lr"]
             # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
-            rate, eps = usual["lr"], usual.get("eps")
+            rate = usual["lr"]
             asked = allowed = lr / rate * factor if rate and isinstance(lr, int | float) else 0.0
             if asked > knobs.ceiling:  # which falls with the schedule, from the leap on
                 allowed = knobs.ceiling * (min(1.0, asked / knobs.leapt_to) if knobs.leapt_to else 1.0)
             setting = dict(setting)
             if setting["lr"] is not None and (factor != 1.0 or allowed < asked):
                 setting["lr"] = rate * allowed if allowed < asked else lr * factor
-            if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
-                setting["eps"] = eps * knobs.eps
             for one in self.lasting:
                 one.shape(group, setting, usual)
             group.update(setting)

@@ -116,7 +116,6 @@ TO_DO = {
 ACTIVE = {
     "lr": "learning rate x{lr:.3g}",
     "clip": "gradient clip x{clip:.3g}",
-    "eps": "epsilon x{eps:.3g}",
     "decay": "weight decay x{decay:.3g}",
     "ceiling": "learning rate capped at {ceiling:rate}",
     "share": "updates of at most {share:.3g} of the weights",
@@ -395,7 +394,6 @@ REMEDIES = {
     "tighten_clip": "<!to?gradient clip><!to? x{factor}><gradients clipped to a norm of {to}>",
     "limit_update": "updates limited< to {share} of the weights' norm>",
     "lower_decay": "weight decay<!factor? x0>< x{factor}>",
-    "raise_eps": "epsilon<!factor? raised>< x{factor}>",
     "mend_eps": "epsilon raised: it rounds to 0 in its dtype",
     "armor": "patched<!symptom? that line>< {symptom:culprit}, too>",
     "lower_loss_scale": "loss scale<!factor? lowered>< x{factor}>",

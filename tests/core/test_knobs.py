@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_train.core.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
+from resilient_train.core.knobs import MIN_CLIP, MIN_LR, Knobs, KnobValues
 
 
 def over(knobs: Knobs, name: str, updates: int, **more: Any) -> list[Any]:
@@ -109,7 +109,6 @@ turns = st.lists(
     st.one_of(
         st.tuples(st.just("turn_lr"), factors, st.integers(0, 9)),
         st.tuples(st.just("turn_clip"), factors),
-        st.tuples(st.just("turn_eps"), st.floats(1.0, 1e6)),
         st.tuples(st.just("limit_lr"), st.floats(1e-9, 10.0)),
         st.tuples(st.just("trouble")),
         st.tuples(st.just("advance")),
@@ -128,7 +127,6 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
         values = knobs.values
         assert MIN_LR <= values.lr <= 1.0
         assert MIN_CLIP <= values.clip <= 1.0
-        assert 1.0 <= values.eps <= MAX_EPS
         assert values.ceiling >= MIN_LR
         resumed = Knobs(relax_after)
         resumed.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
@@ -140,7 +138,7 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, "nan"])
-@pytest.mark.parametrize("name", ["lr", "clip", "eps", "regain", "ceiling", "leapt_to", "norm"])
+@pytest.mark.parametrize("name", ["lr", "clip", "regain", "ceiling", "leapt_to", "norm"])
 def test_no_knob_is_below_0_or_not_finite(name: str, value: Any) -> None:
     """Where a file says so it is refused."""
     with pytest.raises(ValueError, match=f"{name} is {value}, not a number from 0 up"):

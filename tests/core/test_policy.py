@@ -154,15 +154,14 @@ def test_a_rung_for_the_start_of_a_run(steps: list[int], expected: list[int]) ->
         (["skip", "report"], refused(9), {}, ["skip"]),
         (["repeat"], refused(9), {}, ["repeat"]),
         (["repeat"], landed(9), {}, []),
-        (["raise_eps"], landed(9), {"sgd": True}, []),
         (["lower_lr", "tighten_clip"], landed(9), {"own_rates": True}, ["tighten_clip"]),
         (["rewind", {"lower_lr": {"factor": 1, "rewarm": 10}}], landed(9), {}, ["rewind", "lower_lr"]),
         (["rewind", {"lower_lr": {"factor": 1, "rewarm": 10}}], landed(9), {"snapshots": 0}, []),  # a warm-up alone
         (
-            ["raise_eps", "tighten_clip", "lower_lr", "skip", {"rewind": {"steps": 9}}],
+            ["tighten_clip", "lower_lr", "skip", {"rewind": {"steps": 9}}],
             landed(9),
             {},
-            ["rewind", "skip", "lower_lr", "tighten_clip", "raise_eps"],
+            ["rewind", "skip", "lower_lr", "tighten_clip"],
         ),
     ],
 )
@@ -253,7 +252,7 @@ def test_what_is_wrong_in_a_policy_is_named_by_its_position(tree: Any, said: str
 
 # Whatever happens.
 
-REMEDIES = ["rewind", "skip", "repeat", "report", "lower_lr", "tighten_clip", "raise_eps"]
+REMEDIES = ["rewind", "skip", "repeat", "report", "lower_lr", "tighten_clip"]
 some_rungs = st.builds(
     lambda names, strikes, within, landed: {"do": names, "strikes": strikes, "within": within, "landed": landed},
     st.lists(st.sampled_from(REMEDIES), min_size=1, max_size=3, unique=True),

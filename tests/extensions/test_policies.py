@@ -65,7 +65,7 @@ def run_with(name: str, fault: Fault, **more: Any) -> tuple[Run, Any]:
         (["skip", "lower_loss_scale"], refused(9), [], {"facts": {**FACTS, "loss_scaler": False}}, ["skip"]),
         (["rewind", "limit_update"], landed(9), [], {"sgd": True}, ["rewind", "limit_update"]),
         (["rewind", "limit_update"], landed(9), [], {}, []),
-        (["raise_eps", "reset_moments", "rewind"], landed(9), [], {}, ["rewind", "reset_moments", "raise_eps"]),
+        (["tighten_clip", "reset_moments", "rewind"], landed(9), [], {}, ["rewind", "reset_moments", "tighten_clip"]),
         (["quarantine"], refused(9), [17], {}, ["quarantine"]),
         (["quarantine"], refused(9), [], {}, []),
         (["quarantine"], refused(9), [17], {"rows": 0}, []),
@@ -132,7 +132,7 @@ def test_what_a_quarantine_costs() -> None:
 @pytest.mark.parametrize(("left", "rung"), [(1000, 0), (50, 1)])
 def test_a_trial_beyond_its_budget_is_passed_over(left: int, rung: int) -> None:
     """Two arms of 20 updates, and the forwards that judge them."""
-    trial = {"trial": {"of": [["tighten_clip"], ["raise_eps"]], "steps": 20}}
+    trial = {"trial": {"of": [["tighten_clip"], [{"tighten_clip": {"to": 1}}]], "steps": 20}}
     can = replace(ANY, facts={**FACTS, "trial_updates": left})
     (made,) = decisions(parse(default([trial], ["skip"])), [refused(1)], can)
     assert made.rung == rung
@@ -141,9 +141,9 @@ def test_a_trial_beyond_its_budget_is_passed_over(left: int, rung: int) -> None:
 @pytest.mark.parametrize(
     ("rung", "said"),
     [
-        ([{"trial": {"of": [["raise_eps"]]}}], "at least two arms"),
+        ([{"trial": {"of": [["tighten_clip"]]}}], "at least two arms"),
         (["trial"], "trial.of: has to be given"),
-        ([{"trial": {"of": [["raise_eps"], ["lower_lr"]]}}], "[0].trial.of[1]: lower_lr cannot be tried: what"),
+        ([{"trial": {"of": [["tighten_clip"], ["lower_lr"]]}}], "[0].trial.of[1]: lower_lr cannot be tried: what"),
     ],
 )
 def test_what_is_wrong_in_a_trial_is_named(rung: list[Any], said: str) -> None:

@@ -61,7 +61,7 @@ from resilient_train.ground.wording import counted, log, say
 from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_out_of_memory
 
-_TRIABLE = ("tighten_clip", "limit_update", "raise_eps")  # not lower_lr, which nearly always looks better for a while
+_TRIABLE = ("tighten_clip", "limit_update")  # not lower_lr, which nearly always looks better for a while
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
 _LONGEST_RACE = 48  # updates of an arm in a short run
 _USUAL_INTERVAL = 25  # updates between two snapshots
@@ -83,7 +83,7 @@ class Faster(NamedTuple):
 
 
 def _arms(key: str, nodes: Any) -> tuple[tuple[Action, ...], ...]:
-    return each_of(_arm, key, nodes, "must be a list of at least two arms, such as [[tighten_clip], [raise_eps]]", 2)
+    return each_of(_arm, key, nodes, "must be a list of at least two arms, such as [[tighten_clip], [limit_update]]", 2)
 
 
 def _arm(key: str, nodes: Any) -> tuple[Action, ...]:
