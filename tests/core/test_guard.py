@@ -97,11 +97,11 @@ SCENARIOS: dict[str, Scenario] = {
     "average, NaN row": Scenario(average, Fault("row", 23)),
     "average, rewind": Scenario(average, Fault("loss", 23), rewinds, left_out=False),
     # Losses in turn: a bad one undoes the whole turn.
-    **{
-        f"{kind}: {what}": Scenario(partial(Turns, kind, **made), fault)
-        for kind in ("gan", "actor")
-        for what, (made, fault) in TURNS.items()
-    },
+    **{f"actor: {what}": Scenario(partial(Turns, "actor", **made), fault) for what, (made, fault) in TURNS.items()},
+    "gan: nothing strikes": Scenario(partial(Turns, "gan")),
+    "gan: NaN loss in the first turn": Scenario(partial(Turns, "gan"), Fault("loss", 1, 1)),
+    "gan: NaN gradient, not fused": Scenario(partial(Turns, "gan", fused=False), Fault("gradient", 30, 1)),
+    "gan: NaN loss in the last turn": Scenario(partial(Turns, "gan"), Fault("loss", STEPS, 2)),
     "gan: five steps and one": Scenario(partial(Turns, "gan", 5)),
     "gan: five steps and one, NaN loss in the third": Scenario(partial(Turns, "gan", 5), Fault("loss", 30, 3)),
     "actor: rewind": Scenario(partial(Turns, "actor"), Fault("loss", 35, 2), rewinds, left_out=False),
