@@ -200,8 +200,8 @@ class Checks:
         spike = vitals.refused if vitals.refused in SPIKES else None
         if vitals.refused is not None and spike is None:
             return _refused(vitals, vitals.refused, _measured(vitals))
-        if step in self.declared:
-            self.start_over()
+        if step in self.declared:  # a reference from after it still holds: a rewind may cross it again
+            self.start_over(ends_episode=self.episode.reference is None or self.episode.reference.step <= step)
             return Finding(repeat=spike is not None)
         return Finding(self._judge_landed(vitals)) if spike is None else self._judge_refused(vitals, spike)
 
@@ -281,7 +281,7 @@ class Checks:
         assert reference is not None
         return min(reference.step if stands_on is None else stands_on, step)
 
-    def start_over(self, limit: float = inf) -> None:
+    def start_over(self, limit: float = inf, *, ends_episode: bool = True) -> None:
         """Learn from scratch what is usual. A run that does not come below the `limit` has not learned what is new."""
         self.is_changed = True
         self._accepted.clear()
@@ -289,7 +289,8 @@ class Checks:
             own.forget()
         for check in self._more:
             check.forget(limit)
-        self.episode.end()
+        if ends_episode:
+            self.episode.end()
 
     def persistent_state(self) -> dict[str, Any]:
         path = [[step, *measured] for step, measured in [*self._accepted.items()][-IN_CHECKPOINT:]]

@@ -195,6 +195,17 @@ def test_a_declared_change_is_no_alarm(told: str) -> None:
     assert run.alarms((loss * 2.5, norm) for loss, norm in pairs[2000:2020])[0].signal is Signal.LOSS_SPIKE
 
 
+def test_a_way_back_over_a_declared_step_is_compared_with_what_came_after_it() -> None:
+    """As weights were unfrozen there: it is no change since the damage."""
+    run = Run()
+    run.checks.expect(100)
+    assert run.alarms(curve(95)) == []
+    state = copy.deepcopy(run.checks.state_dict())
+    assert run.alarms(curve(500)[95:]) == []
+    run.rewind(Anomaly(Signal.DIVERGENCE, 500, run.tick, 490), state, 95)
+    assert run.alarms(curve(560, high=3.5, at=500)[95:])[0].signal is Signal.NOT_RECOVERED
+
+
 def test_a_change_nobody_undid_is_told_once_and_never_becomes_usual() -> None:
     """Without rewinds: one alarm, then peace, and nothing is learned from the new level, however long it lasts."""
     run = warmed_up()
