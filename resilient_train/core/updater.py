@@ -109,12 +109,9 @@ class Updater:
         self.lasting: list[Lasting] = []  # of extensions
         self.agreement = Agreement(gather, device)
         self.usual_norm: float | None = None  # of recent gradients, for a tightened clip where none is configured
-        gates = {one: gate_of([one], device) for one in optimizers}
-        self.gate = gate_of(optimizers, device)
-        if observes:
-            self.gate = OpenGate(device, has_scale=scaler is not None)
-            gates = {one: OpenGate(device, has_scale=scaler is not None) for one in optimizers}
-        self.turn = CopyGate(gates)
+        is_scaled = scaler is not None
+        self.gate = OpenGate(device, has_scale=is_scaled) if observes else gate_of(optimizers, device)
+        self.turn = CopyGate(self.optimizers)
         self.weights: list[torch.Tensor] = []
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
@@ -164,7 +161,7 @@ class Updater:
         self._of_last_step = scale, known
         try:
             with self._stepping:
-                self.turn.step(optimizer, loss, norm, known["settings"], self.gate.limits[1])
+                self.turn.step(optimizer, loss, norm, known["settings"], self.gate)
         finally:
             self._put_back_rates(known["settings"])
 
