@@ -108,19 +108,11 @@ def moved_without_a_trace(net: Net) -> None:
     net.teacher.weight.data.mul_(0.5).add_(net.student.weight.data, alpha=0.5)  # counts no version
 
 
-def moved_elsewhere(net: Net) -> None:
-    net.teacher.weight.data = net.teacher.weight.data * 0.5
-
-
 def replaced(net: Net) -> None:
     net.teacher.weight = nn.Parameter(net.teacher.weight.detach() * 0.5, requires_grad=False)
 
 
-def reordered(net: Net) -> None:
-    net.teacher.weight.copy_(net.teacher.weight.flip(0))  # the sum of the bits stays: the version shows it
-
-
-@pytest.mark.parametrize("move", [moved_in_place, moved_without_a_trace, moved_elsewhere, replaced, reordered])
+@pytest.mark.parametrize("move", [moved_in_place, moved_without_a_trace, replaced])
 def test_a_frozen_weight_that_the_loop_changes_rewinds(move: Callable[[Net], None]) -> None:
     """A teacher is frozen and yet follows its student: every snapshot holds the one of its own step."""
     bench = Bench(keep=6)
