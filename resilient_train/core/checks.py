@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf, isfinite, prod
-from statistics import median_high
+from math import inf, prod
 from typing import Any, ClassVar
 
 from resilient_train.core.episode import Episode, Reference, ReferenceConfig, Standing
@@ -17,7 +16,6 @@ from resilient_train.ground.wording import log
 
 REMEMBERED = 10_000  # updates: further back than the memory snapshots of a run reach
 IN_CHECKPOINT = 2048  # updates
-_LATEST = 3  # losses whose median shows how far the loss is above the reference
 _AROUND = 2  # steps before and after a declared change without alarms
 _MOST_REPEATS = 2  # of one update that a limit refused by mistake
 
@@ -104,7 +102,6 @@ class Checks:
         self.declared: set[int] = set()  # steps without alarms
         self._repeats = 0  # of the newest update
         self._unowned: dict[str, Any] = {}  # lasting state of checks that are not there any more
-        self._latest: deque[float] = deque(maxlen=_LATEST)  # losses of attempted updates
         self._step = 0  # of the newest update
         for step in config.expect:
             self.expect(step)
@@ -153,13 +150,6 @@ class Checks:
         known = self._reference_at(step)
         return known.level if known else None
 
-    def loss_excess(self) -> float:
-        """How far the loss is above the reference, relative to the size of such losses; 0 if not known."""
-        reference, finite = self.episode.reference, [*filter(isfinite, self._latest)]
-        if reference is None or not self._latest:
-            return 0.0
-        return reference.excess(median_high(finite) if finite else inf)
-
     def rewound(self, step: int, since: int, rate: float = 1.0) -> None:
         """Note a rewind to `step`, whose state was loaded before; the learning rate is multiplied by `rate` from here.
 
@@ -168,7 +158,6 @@ class Checks:
         reference = self.episode.reference
         trusted = since if reference is None else max(since, reference.step)
         self._accepted = OrderedDict((other, one) for other, one in self._accepted.items() if other <= trusted)
-        self._latest.clear()
         self._step = step
         self.episode.rewound(step, {other: loss for other, (loss, _) in self._accepted.items()}, rate)
         if len(self._accepted) >= self.config.limit.warmup:
@@ -176,7 +165,6 @@ class Checks:
 
     def judge(self, vitals: Vitals) -> Finding:
         self._step = vitals.step
-        self._latest.append(vitals.loss)
         finding = self._judge(vitals)
         self._repeats = self._repeats + 1 if finding.repeat else 0
         if self._repeats > _MOST_REPEATS and vitals.refused is not None:  # the raised limit refuses it again

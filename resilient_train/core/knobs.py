@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 MIN_LR = MIN_CLIP = 1e-6
 
 _RELAX_FACTOR = 2**0.5  # of lr and clip in one step of relaxing: two steps undo a halving
-_REGAIN_FACTOR = 2 ** (1 / 8)  # of lr in one step of the climb to `regain`: eight steps double it
 _LONG_PATIENCE = 8  # at least, where the configured rate never worked, or failed at once
 _MAX_PATIENCE = 64
 
@@ -49,7 +48,6 @@ class Knobs(Numbers):
     relax_after: int = 100  # healthy updates between two steps of relaxing
     lr: float = 1.0  # what the rate is multiplied by, after re-warming
     clip: float = 1.0
-    regain: float = 0.0  # what lr climbs back to
     ceiling: float = 0.0  # 0: there is none
     ceiling_met: bool = False  # the schedule went beyond it since it was set
     leapt_to: float = 0.0
@@ -68,10 +66,9 @@ class Knobs(Numbers):
             ceiling=self.ceiling or math.inf,
         )
 
-    def turn_lr(self, factor: float, rewarm: int = 0, regain: float = 0.0, *, lasting: bool = False) -> None:
-        """Multiply the rate; `rewarm`: climb from zero; `regain`: soon back at that share; `lasting`: relax it last."""
-        self.regain = self.lr * regain
-        self.patience = _MAX_PATIENCE if lasting else max(self.patience, _LONG_PATIENCE if regain else 1)
+    def turn_lr(self, factor: float, rewarm: int = 0, *, lasting: bool = False) -> None:
+        """Multiply the rate; `rewarm`: climb from zero; `lasting`: relax it last."""
+        self.patience = _MAX_PATIENCE if lasting else self.patience
         self.lr = _bounded(self.lr * factor, MIN_LR)
         if rewarm:
             self.warmed, self.warms_for = 0, rewarm
@@ -96,8 +93,6 @@ class Knobs(Numbers):
                 self.warmed = self.warms_for = 0
         elif may_relax:
             self.healthy += 1
-            if self.lr < self.regain:
-                self.lr = _bounded(min(self.lr * _REGAIN_FACTOR, self.regain), MIN_LR)
             if self.healthy >= self.relax_after * self.patience:
                 self._relax()
 

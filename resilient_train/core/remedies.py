@@ -12,8 +12,6 @@ from resilient_train.ground.types import OBSERVE, Action, Anomaly, Diagnosis
 if TYPE_CHECKING:  # it has torch
     from resilient_train.core.controls import Controls
 
-_MIN_CUT = 0.01  # the least that one remedy multiplies the learning rate by
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -28,7 +26,6 @@ class Case:
     at_start: bool = False  # the only verified state is the one that the run began with
     own_rates: bool = False  # an optimizer finds its rates itself, as Adafactor does
     sgd: bool = False  # every optimizer is torch's SGD, whose updates are as large as the gradients
-    loss_excess: float = 0.0  # how far the loss is above its earlier level, relative to that: 1 is twice as high
     began: int = 0  # the first tick of this process: those of the one before may have been retried
     facts: Mapping[str, Any] = field(default_factory=dict)  # what remedies of extensions need to know
 
@@ -112,25 +109,12 @@ class LowerLr(Remedy):
     factor: float = limited(0.5, above=0, at_most=1)
     rewarm: int = limited(0, at_least=0)  # steps of the climb
     lasting: bool = False  # relax as late as possible: the configured rate never worked
-    regain: float = limited(0.0, at_least=0, at_most=1)  # the share of the previous rate that it soon climbs back to
-    by_loss: bool = False  # the farther the loss is above its earlier level, the deeper; `factor` is the mildest
 
     def applies(self, case: Case) -> bool:
         return not case.own_rates
 
-    def settings_for(self, case: Case) -> dict[str, float]:
-        return {"factor": cut(self.factor, case.loss_excess)} if self.by_loss else {}
-
     def apply(self, run: Controls) -> None:
-        """Turn the knob; with `by_loss` several cuts together are no deeper than the deepest single one."""
-        least = min(1.0, _MIN_CUT / run.knobs.lr) if self.by_loss else 0.0
-        run.knobs.turn_lr(max(self.factor, least), self.rewarm, self.regain, lasting=self.lasting)
-
-
-def cut(mildest: float, loss_excess: float) -> float:
-    """Return the factor of the learning rate for a loss so far above its level: a half where the loss doubled."""
-    deepest = 1.0 / (1.0 + loss_excess) if loss_excess > 0 else 1.0
-    return min(mildest, max(_MIN_CUT, float(f"{deepest:.2g}")))
+        run.knobs.turn_lr(self.factor, self.rewarm, lasting=self.lasting)
 
 
 @dataclass(frozen=True)

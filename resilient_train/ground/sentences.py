@@ -389,7 +389,7 @@ REMEDIES = {
     "repeat": "retried the update",
     "report": "reported only",
     "reset_moments": "reset the optimizer's moments",
-    "lower_lr": "learning rate<!factor? lowered>< x{factor}>< with {rewarm:step} of warm-up><by_loss?><lasting?>",
+    "lower_lr": "learning rate<!factor? lowered>< x{factor}>< with {rewarm:step} of warm-up><lasting?>",
     "limit_lr": "learning rate capped< at {to:rate}><leapt_to? and falling with the schedule>",
     "tighten_clip": "<!to?gradient clip><!to? x{factor}><gradients clipped to a norm of {to}>",
     "limit_update": "updates limited< to {share} of the weights' norm>",

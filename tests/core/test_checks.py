@@ -219,17 +219,6 @@ def test_a_change_nobody_undid_is_told_once_and_never_becomes_usual() -> None:
     assert run.checks.episode.is_open
 
 
-@pytest.mark.parametrize(("losses", "median"), [([3.2, inf, nan], 3.2), ([nan, 9.0, 3.2], 9.0), ([nan, inf, nan], inf)])
-def test_how_far_the_loss_is_off_is_said_by_losses_that_are_finite(losses: list[float], median: float) -> None:
-    """A single NaN, as of a refused update, does not cut the rate to a hundredth."""
-    run = warmed_up()
-    run.checks.require_recovery(run.step, run.step + 1)
-    for loss in losses:
-        run.attempt(loss)
-    reference: Any = run.checks.episode.reference
-    assert run.checks.loss_excess() == pytest.approx(reference.excess(median))
-
-
 @table(
     ("first", "high", "seen_after"),
     {

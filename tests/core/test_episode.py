@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from math import exp, inf, isfinite, nan
+from math import exp, isfinite
 
 import pytest
 from hypothesis import given, settings
@@ -164,15 +164,6 @@ def test_what_is_above_and_falls_is_undecided(steepness: float, seed: int) -> No
         check = Episode(CONFIG)
         check.begin(made(flat, seed=seed), 100, 100)
         assert [check.see(101 + place, loss) for place, loss in enumerate(losses)][-1] is expected
-
-
-@pytest.mark.parametrize(
-    ("loss", "off"), [(3.0, 0.0), (2.0, 0.0), (6.0, 1.0), (4.5, 0.5), (303.0, 100.0), (nan, inf), (inf, inf)]
-)
-def test_how_far_a_loss_is_above_it(loss: float, off: float) -> None:
-    """In sizes of the losses that were usual: 1 is twice as high, and what is no number is as far as can be."""
-    assert Reference(100, 3.0, 0.1, 0.0, 3.0, 48).excess(loss) == pytest.approx(off)
-    assert Reference(100, 0.0, 0.0, 0.0, 0.0, 48).excess(1.0) == 0.0
 
 
 # The check after a rewind, apart from the others.

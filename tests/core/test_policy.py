@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from cases import ANY, Run, decisions, default, landed, met, refused, rungs, trained, unknown
@@ -15,7 +15,7 @@ from tables import table
 
 from resilient_train.core.decide import decide
 from resilient_train.core.policy import parse
-from resilient_train.core.remedies import cut, is_mild, remedy
+from resilient_train.core.remedies import is_mild, remedy
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.types import (
@@ -170,31 +170,6 @@ def test_remedies_of_a_rung(rung: list[Any], anomaly: Anomaly, can: dict[str, An
     (decision,) = decisions(parse(default(rung)), [anomaly], replace(ANY, **can))
     assert [action.remedy for action in decision.actions] == expected
     assert (decision.gave_up is None) == bool(expected)
-
-
-@pytest.mark.parametrize(
-    ("mildest", "off", "factor"),
-    [
-        (0.5, 0.0, 0.5),  # not known, or no worse
-        (1.0, 0.0, 1.0),
-        (0.5, 0.1, 0.5),
-        (0.5, 1.0, 0.5),  # twice as high
-        (0.5, 3.0, 0.25),
-        (0.5, 9.0, 0.1),
-        (0.25, 1.0, 0.25),
-        (0.5, 6.0, 0.14),  # two digits, for a person
-        (0.5, 1e6, 0.01),
-        (0.5, float("inf"), 0.01),
-        (0.001, float("inf"), 0.001),  # what the policy says is never made milder
-    ],
-)
-def test_the_cut_is_as_deep_as_the_loss_is_high(mildest: float, off: float, factor: float) -> None:
-    """As the loss is so many times as high the rate is divided by as much, between what is set and a hundredth."""
-    assert cut(mildest, off) == pytest.approx(factor)
-    policy = parse(default([{"lower_lr": {"factor": mildest, "by_loss": True}}]))
-    (decision,) = decisions(policy, [landed(9)], replace(ANY, loss_excess=off))
-    remedy(decision.actions[0]).apply(run := cast(Any, Run()))
-    assert run.knobs.values.lr == pytest.approx(max(factor, 0.01))
 
 
 def test_a_run_taken_up_again_has_a_clean_slate() -> None:

@@ -318,7 +318,6 @@ cases = st.builds(
     *(st.just(ANY.anomaly), st.just(ANY.diagnosis), st.just(False)),
     *(st.integers(0, 4), counts, counts),
     facts=st.booleans().map(lambda has_scaler: {**FACTS, "loss_scaler": has_scaler}),
-    loss_excess=st.floats(0, float("inf")),
 )
 
 
@@ -354,11 +353,11 @@ def setting(decision: Decision, remedy: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("policy", ["balanced", "aggressive"])
-def test_an_explosion_is_cut_as_deep_as_it_goes(policy: str) -> None:
+def test_an_explosion_first_warms_up(policy: str) -> None:
     """From the rung that lowers the rate on; the rung before it only warms up."""
-    first = decided(Cause.EXPLOSION, policy=policy, loss_excess=9.0)
-    later = decided(Cause.EXPLOSION, 3, 3, policy=policy, loss_excess=9.0)
-    assert [setting(one, "lower_lr")["factor"] for one in (first, later)] == [1, 0.1]
+    first = decided(Cause.EXPLOSION, policy=policy)
+    later = decided(Cause.EXPLOSION, 3, 3, policy=policy)
+    assert [setting(one, "lower_lr")["factor"] for one in (first, later)] == [1, 0.5]
     assert [decided(Cause.EXPLOSION, snapshots=snapshots).rung for snapshots in (4, 0)] == [3, 4], (
         "no rewind, no warm-up"
     )
@@ -375,7 +374,7 @@ def test_a_rate_that_rose_is_limited_to_what_it_was(policy: str) -> None:
 def test_every_remedy_works_as_the_case_settles_its_defaults() -> None:
     """Each can be made without settings, and its docstring says what it does."""
     diagnosis = replace(unknown(landed(9)), usual_rate=0.5)
-    case = replace(ANY, anomaly=landed(9), diagnosis=diagnosis, loss_excess=1.0, rewinds=True)
+    case = replace(ANY, anomaly=landed(9), diagnosis=diagnosis, rewinds=True)
     for kind in KNOWN.values():
         assert kind.__doc__
         given: dict[str, Any] = {"of": ()} if kind is Trial else {}
