@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from resilient_train.core.tree import Tree, copy_into, taken_apart, to_original_device, with_home
+from resilient_train.core.tree import Tree, copy_into, fits, taken_apart, to_original_device, with_home
 
 _BIG = 2**16  # bytes: smaller tensors are not worth copying on another stream
+
+
+def room(
+    sources: list[torch.Tensor], old: list[torch.Tensor], empty: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return memory for copies of `sources`: tensors of `old`, which are no longer used, where they fit."""
+    return [
+        one if one is not None and fits(one, source) else empty(source)
+        for source, one in zip_longest(sources, old[: len(sources)])
+    ]
 
 
 class Copier:

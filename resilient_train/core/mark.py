@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from resilient_train.core.copies import Stateful, restore_changed
+from resilient_train.core.copies import Stateful, restore_changed, room
 from resilient_train.core.state import optimizer_tree, restore_optimizer, weights_of
-from resilient_train.core.tree import Tree, copies_of, copy_into, local_part, put_together, taken_apart
+from resilient_train.core.tree import Tree, copy_into, local_part, put_together, taken_apart
 
 
 @dataclass(eq=False)
@@ -28,9 +28,13 @@ class Mark:
     # The buffers that each of them had, by name; then all tensors of these, and those of the loss scale.
     tables: Sequence[tuple[nn.Module, dict[str, torch.Tensor | None]]] = ()
     live: Sequence[torch.Tensor] = ()
-    copies: list[torch.Tensor] = field(default_factory=list)
+    copies: list[torch.Tensor] = field(default_factory=list)  # of these, then of the tensors of what is kept
     kept: Mapping[str, Tree] = field(default_factory=dict)  # what is kept, by name, as it was
     steps: dict[Optimizer, tuple[Tree, list[torch.Tensor]]] = field(default_factory=dict)  # and their weights
+    spare: list[list[torch.Tensor]] = field(default_factory=list)  # to which copies go when it is no longer used
+
+    def __del__(self) -> None:
+        self.spare.append(self.copies)
 
 
 class Marks:
@@ -47,6 +51,8 @@ class Marks:
         self._scaler, self._kept, self._undone = scaler, kept, undone
         self._model = model
         self.list_modules()
+        self._spare: list[list[torch.Tensor]] = []
+        self._memory: dict[Optimizer, list[torch.Tensor]] = {}  # of the copies of full marks
 
     def list_modules(self) -> None:
         """List those of the model as it is now: `named_buffers` would walk the tree in every update."""
@@ -58,14 +64,19 @@ class Marks:
         if not (tables or live or self._kept):
             return Mark(self._modules)
         plain, kept = taken_apart({name: item.state_dict() for name, item in self._kept.items()})
-        return Mark(self._modules, tables, live, copies_of(live), put_together(plain, copies_of(kept)))
+        copies = room(live + kept, self._spare.pop() if self._spare else [], torch.empty_like)
+        copy_into(copies, live + kept)
+        return Mark(self._modules, tables, live, copies, put_together(plain, copies[len(live) :]), spare=self._spare)
 
     def fill(self, mark: Mark, optimizer: Optimizer) -> None:
         """Copy an optimizer and its weights, which step before the verdict; once for a mark."""
         if optimizer in mark.steps:
             return
         plain, sources = taken_apart({"weights": weights_of(optimizer), "optimizer": optimizer_tree(optimizer)})
-        mark.steps[optimizer] = plain, copies_of(sources)
+        copies = room(sources, self._memory.get(optimizer, []), torch.empty_like)
+        copy_into(copies, sources)
+        self._memory[optimizer] = copies
+        mark.steps[optimizer] = plain, copies
 
     def undo_steps(self, mark: Mark) -> bool:
         """Put back the optimizers that have stepped, and their weights; say whether there are any."""
@@ -87,7 +98,7 @@ class Marks:
 
     def put_back(self, mark: Mark, stays: Collection[int] = ()) -> None:
         """Restore names, tensors and contents of the buffers and the loss scale, but for the tensors that stay."""
-        pairs = zip(mark.live, mark.copies, strict=True)
+        pairs = zip(mark.live, mark.copies, strict=False)
         resized = {id(one): saved.clone() for one, saved in pairs if one.shape != saved.shape}
         before = dict(mark.tables)
         for module in mark.modules:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from resilient_train.core.copies import Copier, Frozen
+import torch
+
+from resilient_train.core.copies import Copier, Frozen, room
 from resilient_train.core.state import RunState
 from resilient_train.core.tree import Tree, put_together, taken_apart
 from resilient_train.ground.files import available_memory
@@ -22,15 +24,19 @@ class Snapshot:
     """A copy of the state: a candidate until healthy updates and scans have shown that it holds no damage."""
 
     step: int
-    parts: dict[str, Tree]  # as of `RunState.live`; weights that do not change are the same copies in all snapshots
-    nbytes: int  # of the copies that it was the first to need
+    parts: dict[str, Tree]  # as of `RunState.live`; who reads its tensors keeps the snapshot meanwhile
+    own: list[torch.Tensor] = field(default_factory=list)  # copies that no other snapshot shares
+    spare: list[list[torch.Tensor]] = field(default_factory=list)  # to which they go when it is no longer used
     checks_state: Any = None  # Parts.checks_state(); None until its update was accepted
     effects: Any = None  # of remedies, after its update
     verified: bool = False
 
+    def __del__(self) -> None:
+        self.spare.append(self.own)
+
 
 class Ring:
-    """Takes snapshots, verifies them, and drops old ones so that ages spread out. Torch reuses the memory of these."""
+    """Takes snapshots into memory that is allocated once, verifies them, and drops old ones so that ages spread out."""
 
     def __init__(
         self, state: RunState, config: MemoryConfig, agree: Callable[[float], float] = lambda number: number
@@ -43,6 +49,7 @@ class Ring:
         self.best_step = 0  # the newest step at the best level of the run: the last verified snapshot up to it stays
         self.keeps_reference = False  # until the loss is back where it was before the incident
         self._branch_step = 0  # the lowest step rewound to since `_set_aside` was taken
+        self._spare: list[list[torch.Tensor]] = []  # memory of dropped snapshots
         self._frozen = Frozen()
         self.copier = Copier(state.device)
         self._allowed: float | None = None  # bytes, agreed on at the first use
@@ -61,18 +68,19 @@ class Ring:
         frozen = {name: one for name, one in weights.items() if name not in shared and not one.requires_grad}
         # Only optimizers change these: they can be copied later. Frozen weights may be changed by the loop at any time.
         trained = {name: live.pop(name) for name in list(live) if name == "weights" or name.startswith("optimizer.")}
-        (plain, sources), (plain_rest, rest) = taken_apart(trained), taken_apart(live | {"frozen": frozen})
-        size = sum(one.nbytes for one in (*sources, *rest))
-        self.settle_slots(size + sum(one.nbytes for one in shared.values()))
+        (plain, sources), (plain_rest, rest) = taken_apart(trained), taken_apart(live)
+        plain_frozen, new = taken_apart(frozen)
+        self.settle_slots(sum(one.nbytes for one in (*sources, *rest, *new, *shared.values())))
         if not self.slots or not self._make_room(step):
             return None
-        copies = [self.copier.empty(one) for one in (*sources, *rest)]
-        self.copier.fill(copies, [*sources, *rest], len(sources))
-        parts: dict[str, Tree] = put_together({**plain, **plain_rest}, copies)
-        shared |= parts.pop("frozen")
+        own = room([*sources, *rest], self._spare.pop() if self._spare else [], self.copier.empty)
+        copies = room(new, [], self.copier.empty)
+        self.copier.fill(own + copies, [*sources, *rest, *new], len(sources))
+        parts: dict[str, Tree] = put_together({**plain, **plain_rest}, own)
+        shared |= put_together(plain_frozen, copies)
         self._frozen.copied(shared)
         parts["weights"] |= shared
-        snapshot = Snapshot(step, parts, size, verified=verified)
+        snapshot = Snapshot(step, parts, own, self._spare, verified=verified)
         self.snapshots.append(snapshot)
         return snapshot
 
@@ -144,10 +152,10 @@ class Ring:
         size = sum(one.nbytes for one in sources)
         if self._allowed is None:
             self.settle_slots(size)
-        kept = sum(one.nbytes for one in (*self.snapshots, self._set_aside) if one)
+        kept = sum(one.nbytes for each in (*self.snapshots, self._set_aside) if each for one in each.own)
         if self._agree((self._allowed or 0.0) - kept - size) < 0:
             return None
-        copies = [self.copier.empty(one) for one in sources]
+        copies = room(sources, [], self.copier.empty)
         self.copier.fill(copies, sources, 0)
         copied: dict[str, Tree] = put_together(plain, copies)
         return copied
@@ -174,6 +182,7 @@ class Ring:
             self._set_aside = None
         if not self.slots:
             self.snapshots.clear()
+            self._spare.clear()
             self._frozen = Frozen()
         return size, self._allowed
 
@@ -185,6 +194,7 @@ class Ring:
             if (place := snapshot_to_drop(verified, [one.step for one in self.snapshots], now)) is None:
                 return False
             self.drop(self.snapshots[place])
+        del self._spare[self.slots - len(self.snapshots) - (self._set_aside is not None) :]
         return True
 
 

@@ -156,12 +156,6 @@ def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_b
         torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
 
-def copies_of(sources: list[torch.Tensor]) -> list[torch.Tensor]:
-    copies = [torch.empty_like(source) for source in sources]
-    copy_into(copies, sources)
-    return copies
-
-
 def is_long_and_plain(node: Tree) -> bool:
     """Python's generator state is 625 integers: one leaf."""
     return isinstance(node, list | tuple) and len(node) > 64 and {*map(type, node)} <= {int, bool}

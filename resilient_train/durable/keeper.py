@@ -193,7 +193,8 @@ class CheckpointKeeper:
             if not self._writes or (healthy and not self._config.every):
                 return None
             verified, state = self._unsaved(), put_together(*taken_apart(parts.state.live()))
-            present = Snapshot(parts.clock.step, state, 0, parts.checks_state(), effects, healthy and not damaged)
+            present = Snapshot(parts.clock.step, state, checks_state=parts.checks_state(), effects=effects)
+            present.verified = healthy and not damaged
             is_saved = not self._is_urgent and self._last == (parts.clock.tick, parts.clock.step)
             if present.verified and is_saved:  # of a complete run that was started again
                 return self._path_of(present)

@@ -441,7 +441,7 @@ class Guard(EngineGuard):
         """Give up the update at hand. Buffers may stay if they are finite, for which the host waits for the device."""
         now = self._marks.take()
         self._put_back_batch()
-        if keeps_buffers and all(bool(one.isfinite().all()) for one in now.copies):
+        if keeps_buffers and all(bool(one.isfinite().all()) for one in now.copies[: len(now.live)]):
             self._marks.put_back(now)
 
     # For the command.
