@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from types import MappingProxyType
 from typing import Any
 
@@ -31,10 +32,10 @@ class Mark:
     copies: list[torch.Tensor] = field(default_factory=list)  # of these, then of the tensors of what is kept
     kept: Mapping[str, Tree] = field(default_factory=dict)  # what is kept, by name, as it was
     steps: dict[Optimizer, tuple[Tree, list[torch.Tensor]]] = field(default_factory=dict)  # and their weights
-    spare: list[list[torch.Tensor]] = field(default_factory=list)  # to which copies go when it is no longer used
+    spare: list[Any] = field(default_factory=list)  # to which the copies go when it is no longer used
 
     def __del__(self) -> None:
-        self.spare.append(self.copies)
+        self.spare.append((self.live, self.copies))
 
 
 class Marks:
@@ -51,7 +52,7 @@ class Marks:
         self._scaler, self._kept, self._undone = scaler, kept, undone
         self._model = model
         self.list_modules()
-        self._spare: list[list[torch.Tensor]] = []
+        self._spare: list[tuple[Sequence[torch.Tensor], list[torch.Tensor]]] = []
         self._memory: dict[Optimizer, list[torch.Tensor]] = {}  # of the copies of full marks
 
     def list_modules(self) -> None:
@@ -64,7 +65,11 @@ class Marks:
         if not (tables or live or self._kept):
             return Mark(self._modules)
         plain, kept = taken_apart({name: item.state_dict() for name, item in self._kept.items()})
-        copies = room(live + kept, self._spare.pop() if self._spare else [], torch.empty_like)
+        old_live, copies = self._spare.pop() if self._spare else ([], [])
+        # Usually they are the same: there is no need to compare all else of each tensor.
+        is_same = not kept and len(old_live) == len(live) and all(map(is_, old_live, live))
+        if not is_same or [one.shape for one in copies] != [one.shape for one in live]:
+            copies = room(live + kept, copies, torch.empty_like)
         copy_into(copies, live + kept)
         return Mark(self._modules, tables, live, copies, put_together(plain, copies[len(live) :]), spare=self._spare)
 
