@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf, isfinite, prod
-from statistics import median_high
+from math import inf, prod
 from typing import Any, ClassVar
 
 from resilient_train.core.episode import Episode, Reference, ReferenceConfig, Standing
@@ -17,7 +16,6 @@ from resilient_train.ground.wording import log
 
 REMEMBERED = 10_000  # updates: further back than the memory snapshots of a run reach
 IN_CHECKPOINT = 2048  # updates
-_LATEST = 3  # losses whose median shows how far the loss is above the reference
 _AROUND = 2  # steps before and after a declared change without alarms
 _MOST_REPEATS = 2  # of one update that a limit refused by mistake
 
@@ -104,7 +102,6 @@ class Checks:
         self.declared: set[int] = set()  # steps without alarms
         self._repeats = 0  # of the newest update
         self._unowned: dict[str, Any] = {}  # lasting state of checks that are not there any more
-        self._latest: deque[float] = deque(maxlen=_LATEST)  # losses of attempted updates
         self._step = 0  # of the newest update
         for step in config.expect:
             self.expect(step)
@@ -153,13 +150,6 @@ class Checks:
         known = self._reference_at(step)
         return known.level if known else None
 
-    def loss_excess(self) -> float:
-        """How far the loss is above the reference, relative to the size of such losses; 0 if not known."""
-        reference, finite = self.episode.reference, [*filter(isfinite, self._latest)]
-        if reference is None or not self._latest:
-            return 0.0
-        return reference.excess(median_high(finite) if finite else inf)
-
     def rewound(self, step: int, since: int, rate: float = 1.0) -> None:
         """Note a rewind to `step`, whose state was loaded before; the learning rate is multiplied by `rate` from here.
 
@@ -168,7 +158,6 @@ class Checks:
         reference = self.episode.reference
         trusted = since if reference is None else max(since, reference.step)
         self._accepted = OrderedDict((other, one) for other, one in self._accepted.items() if other <= trusted)
-        self._latest.clear()
         self._step = step
         self.episode.rewound(step, {other: loss for other, (loss, _) in self._accepted.items()}, rate)
         if len(self._accepted) >= self.config.limit.warmup:
@@ -176,7 +165,6 @@ class Checks:
 
     def judge(self, vitals: Vitals) -> Finding:
         self._step = vitals.step
-        self._latest.append(vitals.loss)
         finding = self._judge(vitals)
         self._repeats = self._repeats + 1 if finding.repeat else 0
         if self._repeats > _MOST_REPEATS and vitals.refused is not None:  # the raised limit refuses it again
@@ -200,8 +188,8 @@ class Checks:
         spike = vitals.refused if vitals.refused in SPIKES else None
         if vitals.refused is not None and spike is None:
             return _refused(vitals, vitals.refused, _measured(vitals))
-        if step in self.declared:
-            self.start_over()
+        if step in self.declared:  # a reference from after it still holds: a rewind may cross it again
+            self.start_over(ends_episode=self.episode.reference is None or self.episode.reference.step <= step)
             return Finding(repeat=spike is not None)
         return Finding(self._judge_landed(vitals)) if spike is None else self._judge_refused(vitals, spike)
 
@@ -254,7 +242,8 @@ class Checks:
             return Finding(self._about_loss(vitals, Signal.DIVERGENCE, alarm))
         if norms is not None:
             self.grad_limit.make_room(norms)
-            self.level.lift_limit()
+            if signal is Signal.LOSS_SPIKE:  # which no check of the losses has judged: it is off, or the run too young
+                self.level.forget()
             log.info("note: %d updates exceeded the limit; raising it", len(norms))
             return Finding(repeat=True)
         if signal is Signal.GRAD_SPIKE:
@@ -280,7 +269,7 @@ class Checks:
         assert reference is not None
         return min(reference.step if stands_on is None else stands_on, step)
 
-    def start_over(self, limit: float = inf) -> None:
+    def start_over(self, limit: float = inf, *, ends_episode: bool = True) -> None:
         """Learn from scratch what is usual. A run that does not come below the `limit` has not learned what is new."""
         self.is_changed = True
         self._accepted.clear()
@@ -288,7 +277,8 @@ class Checks:
             own.forget()
         for check in self._more:
             check.forget(limit)
-        self.episode.end()
+        if ends_episode:
+            self.episode.end()
 
     def persistent_state(self) -> dict[str, Any]:
         path = [[step, *measured] for step, measured in [*self._accepted.items()][-IN_CHECKPOINT:]]

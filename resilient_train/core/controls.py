@@ -108,7 +108,6 @@ class Controls:
         is_early = max(since, reference.step if reference else 0) < _EARLY_STEPS
         known: dict[str, Any] = {
             "snapshots": len(verified) or int(self._store.has_verified(since)),
-            "loss_excess": parts.checks.loss_excess(),
             "began": self._store.began,
             "at_start": is_early and [snapshot.step for snapshot in verified] == [0],
             "rows": parts.samples.rows,

@@ -75,47 +75,33 @@ class Copier:
 
 
 class Frozen:
-    """Keeps one copy of each frozen weight for all snapshots; those that the loop changes are copied each time."""
+    """Knows the newest copy of each frozen weight: as long as the weight stays as it was, all snapshots share that."""
 
     def __init__(self) -> None:
-        self.shared: dict[str, tuple[torch.Tensor, int, int]] = {}  # the weights by name, with version and digest
-        self._copies: dict[str, torch.Tensor] = {}  # of those that a snapshot needed
-        self._moving: set[str] = set()
+        self._now: dict[str, tuple[Any, ...]] = {}  # what shows by name whether a weight is another
+        self._copies: dict[str, tuple[tuple[Any, ...], torch.Tensor]] = {}  # and what did when it was copied
 
-    def moving(self, weights: Mapping[str, torch.Tensor]) -> set[str]:
-        """Return the names of the frozen weights that change; all others are as at the last snapshot.
+    def unchanged(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the copies of those weights that are as they were.
 
         The contents decide: the usual `target.data.mul_(0.99)` does not increase a version. Reading the digests waits
-        for the device, once for each snapshot, if there are frozen weights that do not change.
+        for the device, once for each snapshot, if there are frozen weights.
         """
-        frozen = {name: weight for name, weight in weights.items() if not weight.requires_grad}
-        for name, weight in frozen.items():  # sparse tensors, and classes that hide where their bits are: no digest
-            if weight.layout is not torch.strided or type(weight.detach()) is not torch.Tensor:
-                self._moving.add(name)
-        still = [name for name in frozen if name not in self._moving]
-        digests = [_digest(frozen[name].detach()) for name in still]
+        frozen = {name: one for name, one in weights.items() if not one.requires_grad and _has_digest(one)}
+        digests = [_digest(one.detach()) for one in frozen.values()]
         read = torch.stack([one.to(digests[0].device) for one in digests]).tolist() if digests else []
-        now = {name: (frozen[name], frozen[name]._version, digest) for name, digest in zip(still, read, strict=True)}
-        for name, (weight, *state) in now.items():
-            known, *before = self.shared.get(name, now[name])
-            if known is not weight or state != before:
-                self._moving.add(name)
-        self.shared = {name: one for name, one in now.items() if name not in self._moving}
-        self._copies = {name: one for name, one in self._copies.items() if name in self.shared}
-        return frozen.keys() & self._moving
+        pairs = zip(frozen.items(), read, strict=True)
+        self._now = {name: (id(weight), weight._version, digest) for (name, weight), digest in pairs}
+        return {name: copy for name, (then, copy) in self._copies.items() if self._now.get(name) == then}
 
-    def copies(
-        self, empty: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Return the shared copies by name, then the copies that are still to be filled, and their sources."""
-        sources = {name: weight for name, (weight, *_) in self.shared.items() if name not in self._copies}
-        new = {name: empty(weight) for name, weight in sources.items()}
-        self._copies |= new
-        return self._copies.copy(), list(new.values()), list(sources.values())
+    def copied(self, copies: Mapping[str, torch.Tensor]) -> None:
+        """Note the copies of what the weights were at the last look."""
+        self._copies = {name: (now, copies[name]) for name, now in self._now.items()}
 
-    def restored(self) -> None:
-        """Note that the weights were restored from a snapshot: they have new versions and the same contents."""
-        self.shared = {name: (one, one._version, digest) for name, (one, _, digest) in self.shared.items()}
+
+def _has_digest(weight: torch.Tensor) -> bool:
+    """Sparse tensors have none, nor have classes that hide where their bits are."""
+    return weight.layout is torch.strided and type(weight.detach()) is torch.Tensor
 
 
 def _digest(weight: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
     names = {action.remedy for action in rung.do}
     rewinds = any(action.remedy == "rewind" for action in applicable(rung.do, case))
     actions = applicable(rung.do, replace(case, rewinds=rewinds))
-    lacks_main = any(KNOWN[name].is_main for name in names - {one.remedy for one in actions} if name in KNOWN)
+    lacks_main = any(KNOWN[name].is_main for name in names - {one.remedy for one in actions})
     only_warms_up = all(one.remedy == "lower_lr" and one.settings.get("factor") == 1 for one in actions)
     return () if lacks_main or (only_warms_up and "rewind" in names and not rewinds) else actions
 

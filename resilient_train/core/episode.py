@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import inf, isfinite, sqrt
+from math import inf, sqrt
 from statistics import fmean, median, stdev
 from sys import float_info
 from typing import Any, ClassVar
@@ -81,12 +81,6 @@ class Reference:
         noise = self.scatter * sqrt(1 / self.count + 1 / len(values))
         is_back = fmean(values) <= self.expected(step) + max(sigmas * noise, share * self.size)
         return Standing.BACK if is_back else Standing.OFF
-
-    def excess(self, loss: float) -> float:
-        """Return how far a loss is above it, relative to the size of such losses: 1 is twice as high."""
-        if not isfinite(loss):
-            return inf
-        return max(0.0, (loss - self.level) / self.size) if self.size else 0.0
 
 
 def falls(losses: Sequence[float]) -> bool:

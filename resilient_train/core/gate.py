@@ -164,15 +164,14 @@ def _with_gradient(optimizer: Optimizer) -> list[torch.Tensor]:
 class CopyGate:
     """The gate of losses in turn: any optimizers step, any number of times, and all of it is kept or undone."""
 
-    def __init__(self, gates: Mapping[Optimizer, Gate]) -> None:
-        """`gates` has one for each optimizer: a step that is refused leaves the next losses of the turn finite."""
-        self._gates = gates
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
         self.steps = Counter[Optimizer]()  # of the newest update, with losses of their own
         self.loss = self.norm = torch.zeros(())  # the sums so far, of the norms as if they were one vector
         self.rates: list[dict[str, Any]] = []  # the settings of each group, in the step of its highest rate
 
     def known(self, optimizer: Any) -> Optimizer:
-        for one in self._gates:
+        for one in self._optimizers:
             if one in (optimizer, getattr(optimizer, "optimizer", None)):
                 return one
         what = f"the guard does not know this optimizer, {named_type(optimizer)}"
@@ -189,7 +188,7 @@ class CopyGate:
     @property
     def is_complete(self) -> bool:
         """Say whether every optimizer has stepped: a loop that is left before has left the turn."""
-        return len(self.steps) == len(self._gates)
+        return len(self.steps) == len(self._optimizers)
 
     @property
     def times(self) -> int:
@@ -201,15 +200,16 @@ class CopyGate:
         loss: torch.Tensor,
         norm: torch.Tensor,
         settings: Sequence[Mapping[str, Any]],
-        largest: float,
+        gate: Gate,
     ) -> None:
-        """Let one optimizer make its step: the limit of the loss is for the sum, that of the norm is `largest`."""
-        gate, measured = self._gates[optimizer], torch.stack([loss, norm])
+        """Let one optimizer make its step through the gate, so that the next losses of the turn are finite."""
+        measured, limits = torch.stack([loss, norm]), gate.limits
         if self.steps:
             loss, norm = self.loss + loss, torch.hypot(self.norm, norm)
         self.loss, self.norm = loss, norm
         self.steps[optimizer] += 1
         pairs = zip([*self.rates, *settings[len(self.rates) :]], settings, strict=True)
         self.rates = [dict(max(pair, key=lambda one: float(one["lr"] or 0.0))) for pair in pairs]
-        gate.limit(NO_LIMIT, largest)
+        gate.limit(NO_LIMIT, limits[1])  # that of the loss is for the sum
         gate.step(measured, [optimizer])
+        gate.limit(*limits)

@@ -1,4 +1,4 @@
-"""Knobs: factors of the configured rate, clip and epsilon. Rewinds do not undo them; a healthy run relaxes them."""
+"""Knobs: factors of the configured rate and clip. Rewinds do not undo them; a healthy run relaxes them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 MIN_LR = MIN_CLIP = 1e-6
-MAX_EPS = 1e8
 
 _RELAX_FACTOR = 2**0.5  # of lr and clip in one step of relaxing: two steps undo a halving
-_RELAX_EPS_FACTOR = 10**0.5  # eps is divided by it: two steps undo a tenfold
-_REGAIN_FACTOR = 2 ** (1 / 8)  # of lr in one step of the climb to `regain`: eight steps double it
 _LONG_PATIENCE = 8  # at least, where the configured rate never worked, or failed at once
 _MAX_PATIENCE = 64
 
@@ -20,7 +17,6 @@ _MAX_PATIENCE = 64
 class KnobValues(NamedTuple):
     lr: float = 1.0  # factor of the scheduled rate, re-warming included
     clip: float = 1.0  # factor of the configured limits
-    eps: float = 1.0  # factor of the configured epsilon
     ceiling: float = math.inf  # of the rate, as a multiple of the configured one, whatever the schedule says
     leapt_to: float = 0.0  # the multiple that the schedule rose to in one step; 0: it did not
     norm: float = 0.0  # that gradients are clipped to at most, whatever is configured; 0: no such limit
@@ -52,8 +48,6 @@ class Knobs(Numbers):
     relax_after: int = 100  # healthy updates between two steps of relaxing
     lr: float = 1.0  # what the rate is multiplied by, after re-warming
     clip: float = 1.0
-    eps: float = 1.0
-    regain: float = 0.0  # what lr climbs back to
     ceiling: float = 0.0  # 0: there is none
     ceiling_met: bool = False  # the schedule went beyond it since it was set
     leapt_to: float = 0.0
@@ -72,10 +66,9 @@ class Knobs(Numbers):
             ceiling=self.ceiling or math.inf,
         )
 
-    def turn_lr(self, factor: float, rewarm: int = 0, regain: float = 0.0, *, lasting: bool = False) -> None:
-        """Multiply the rate; `rewarm`: climb from zero; `regain`: soon back at that share; `lasting`: relax it last."""
-        self.regain = self.lr * regain
-        self.patience = _MAX_PATIENCE if lasting else max(self.patience, _LONG_PATIENCE if regain else 1)
+    def turn_lr(self, factor: float, rewarm: int = 0, *, lasting: bool = False) -> None:
+        """Multiply the rate; `rewarm`: climb from zero; `lasting`: relax it last."""
+        self.patience = _MAX_PATIENCE if lasting else self.patience
         self.lr = _bounded(self.lr * factor, MIN_LR)
         if rewarm:
             self.warmed, self.warms_for = 0, rewarm
@@ -91,9 +84,6 @@ class Knobs(Numbers):
         self.clip = _bounded(self.clip * factor, MIN_CLIP)
         self.norm = min(to, self.norm or to) if to else self.norm
 
-    def turn_eps(self, factor: float) -> None:
-        self.eps = _bounded(self.eps * factor, 1.0, MAX_EPS)
-
     def advance(self, *, was_limited: bool = False, may_relax: bool = True) -> None:
         """Count a healthy update; relax after enough. `was_limited`: by the ceiling. `may_relax`: the loss is back."""
         self.ceiling_met |= was_limited
@@ -103,8 +93,6 @@ class Knobs(Numbers):
                 self.warmed = self.warms_for = 0
         elif may_relax:
             self.healthy += 1
-            if self.lr < self.regain:
-                self.lr = _bounded(min(self.lr * _REGAIN_FACTOR, self.regain), MIN_LR)
             if self.healthy >= self.relax_after * self.patience:
                 self._relax()
 
@@ -120,11 +108,10 @@ class Knobs(Numbers):
             self.ceiling = self.ceiling * _RELAX_FACTOR if self.ceiling_met else 0.0
             self.leapt_to = self.leapt_to if self.ceiling_met else 0.0
             self.ceiling_met = False
-        if self.lr == self.clip == self.eps == 1.0 and not self.ceiling:
+        if self.lr == self.clip == 1.0 and not self.ceiling:
             self.patience, self.relaxing = 1, False  # relaxed long ago, and still healthy
             return
         self.turn_clip(_RELAX_FACTOR)
-        self.turn_eps(1 / _RELAX_EPS_FACTOR)
         self.lr, self.relaxing = _bounded(self.lr * _RELAX_FACTOR, MIN_LR), True
 
 

@@ -107,7 +107,7 @@ class GradLimit(PlainState):
 
 def loss_limit(config: LimitConfig, level: Level) -> float:
     """Return the limit for losses, a thousand times farther out than usual: only such a loss points at bad rows."""
-    if not config.every or level.is_without_limit:
+    if not config.every:
         return NO_LIMIT
     if level.ready:
         return as_float32(level.median + config.loss_factor * max(level.spread, level.scale))

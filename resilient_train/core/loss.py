@@ -120,7 +120,6 @@ class Level(PlainState):
         "scale",
         "first",
         "best",
-        "_limited_from",
         "rare",
         "_outliers",
         "_seen",
@@ -137,7 +136,6 @@ class Level(PlainState):
         self.rare = _LOWEST  # what one loss in a hundred exceeds
         self.first = 0.0  # the mean of the first losses of the run
         self.best: float | None = None  # the lowest median so far
-        self._limited_from = 0  # losses in all: in a new regime there is no limit until so many have shown its level
         self._seen = self._fresh = 0  # losses in all, and since the last refresh
 
     @property
@@ -145,13 +143,6 @@ class Level(PlainState):
         ranked = sorted(self.losses) or [0.0]
         tail = len(ranked) // 20 if self.ready else 0
         return {"low": ranked[tail], "high": ranked[-1 - tail]}
-
-    @property
-    def is_without_limit(self) -> bool:
-        return self._seen < self._limited_from
-
-    def lift_limit(self) -> None:
-        self._limited_from = self._seen + self.warmup
 
     def learn(self, loss: float) -> None:
         self.losses.append(loss)
@@ -167,7 +158,7 @@ class Level(PlainState):
         self.losses.clear()
         self._outliers.clear()
         self.best = None
-        self.ready, self._limited_from = False, 0
+        self.ready = False
         self._refresh()
 
     def add_outliers(self, losses: Sequence[float]) -> None:

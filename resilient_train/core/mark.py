@@ -29,10 +29,13 @@ class Mark:
     # The buffers that each of them had, by name; then all tensors of these, and those of the loss scale.
     tables: Sequence[tuple[nn.Module, dict[str, torch.Tensor | None]]] = ()
     live: Sequence[torch.Tensor] = ()
-    copies: list[torch.Tensor] = field(default_factory=list)
+    copies: list[torch.Tensor] = field(default_factory=list)  # of these, then of the tensors of what is kept
     kept: Mapping[str, Tree] = field(default_factory=dict)  # what is kept, by name, as it was
-    of_kept: list[torch.Tensor] = field(default_factory=list)  # the tensors of that, which are copies
     steps: dict[Optimizer, tuple[Tree, list[torch.Tensor]]] = field(default_factory=dict)  # and their weights
+    spare: list[Any] = field(default_factory=list)  # to which the copies go when it is no longer used
+
+    def __del__(self) -> None:
+        self.spare.append((self.live, self.copies))
 
 
 class Marks:
@@ -49,7 +52,7 @@ class Marks:
         self._scaler, self._kept, self._undone = scaler, kept, undone
         self._model = model
         self.list_modules()
-        self._spare: list[Mark] = []
+        self._spare: list[tuple[Sequence[torch.Tensor], list[torch.Tensor]]] = []
         self._memory: dict[Optimizer, list[torch.Tensor]] = {}  # of the copies of full marks
 
     def list_modules(self) -> None:
@@ -61,15 +64,14 @@ class Marks:
         live = [one for _, table in tables for one in table.values() if one is not None] + self.scale()
         if not (tables or live or self._kept):
             return Mark(self._modules)
-        old = self._spare.pop() if self._spare else Mark()
-        # Usually they are the same: there is no need to compare all else of each tensor.
-        is_same = all(map(is_, old.live, live)) and [one.shape for one in old.copies] == [one.shape for one in live]
-        copies = old.copies if is_same else room(live, old.copies, torch.empty_like)
-        copy_into(copies, live)
         plain, kept = taken_apart({name: item.state_dict() for name, item in self._kept.items()})
-        of_kept = room(kept, old.of_kept, torch.empty_like)
-        copy_into(of_kept, kept)
-        return Mark(self._modules, tables, live, copies, put_together(plain, of_kept), of_kept)
+        old_live, copies = self._spare.pop() if self._spare else ([], [])
+        # Usually they are the same: there is no need to compare all else of each tensor.
+        is_same = not kept and len(old_live) == len(live) and all(map(is_, old_live, live))
+        if not is_same or [one.shape for one in copies] != [one.shape for one in live]:
+            copies = room(live + kept, copies, torch.empty_like)
+        copy_into(copies, live + kept)
+        return Mark(self._modules, tables, live, copies, put_together(plain, copies[len(live) :]), spare=self._spare)
 
     def fill(self, mark: Mark, optimizer: Optimizer) -> None:
         """Copy an optimizer and its weights, which step before the verdict; once for a mark."""
@@ -101,7 +103,7 @@ class Marks:
 
     def put_back(self, mark: Mark, stays: Collection[int] = ()) -> None:
         """Restore names, tensors and contents of the buffers and the loss scale, but for the tensors that stay."""
-        pairs = zip(mark.live, mark.copies, strict=True)
+        pairs = zip(mark.live, mark.copies, strict=False)
         resized = {id(one): saved.clone() for one, saved in pairs if one.shape != saved.shape}
         before = dict(mark.tables)
         for module in mark.modules:
@@ -109,10 +111,6 @@ class Marks:
             module._buffers.update({name: resized.get(id(one), one) for name, one in before.get(module, {}).items()})
         in_place = [place for place, one in enumerate(mark.live) if id(one) not in {*resized, *stays}]
         copy_into([mark.live[place] for place in in_place], [mark.copies[place] for place in in_place])
-
-    def release(self, mark: Mark) -> None:
-        if mark.copies or mark.of_kept:
-            self._spare.append(mark)
 
     def scale(self) -> list[torch.Tensor]:
         """The tensors of the loss scale, which RunState has made."""
@@ -129,4 +127,3 @@ class Marks:
                 yield mark.kept
             finally:
                 self.put_back(now)
-        self.release(now)

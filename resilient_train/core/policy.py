@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from resilient_train.core.remedies import KNOWN, remedy_class
-from resilient_train.ground.errors import ConfigError, in_one_line, unusable
+from resilient_train.core.remedies import KNOWN
+from resilient_train.ground.errors import ConfigError, unusable
 from resilient_train.ground.reader import is_list, limited, mapping, no_such, read
 from resilient_train.ground.types import Action, Cause
 
@@ -30,17 +30,10 @@ def _action(key: str, node: Any) -> Action:
     settings = {} if settings is None else settings
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{key}.{name}", settings, "must be settings, such as {name: value}")
-    if name not in KNOWN and "." not in name:
-        hint = "a custom remedy is named by its import path, such as mine.Remedy"
-        raise no_such("remedy", name, KNOWN, at=key, value=name, hint=hint)
-    kind = remedy_class(name, key)
-    try:
-        remedy = read(kind, settings, f"{key}.{name}")
-    except ConfigError:
-        raise
-    except Exception as error:  # of a custom one
-        raise unusable(key, f"{name} failed with {in_one_line(error)}") from error
-    every = {one.name: (getattr(remedy, one.name), one.default) for one in dataclasses.fields(kind) if one.init}  # type: ignore[arg-type]
+    if name not in KNOWN:
+        raise no_such("remedy", name, KNOWN, at=key, value=name, hint="an extension may add others")
+    remedy: Any = read(KNOWN[name], settings, f"{key}.{name}")
+    every = {one.name: (getattr(remedy, one.name), one.default) for one in dataclasses.fields(remedy) if one.init}
     return Action(name, {name: value for name, (value, default) in every.items() if value or value != default})
 
 
@@ -54,7 +47,7 @@ def actions_of(key: str, nodes: Any) -> tuple[Action, ...]:
     for place, name in enumerate(names):
         if name in names[:place]:
             raise unusable(f"{key}[{place}]", f"{name} is named twice in one rung")
-    return tuple(sorted(actions, key=lambda one: remedy_class(one.remedy, key).order))
+    return tuple(sorted(actions, key=lambda one: KNOWN[one.remedy].order))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from resilient_train.ground.errors import ConfigError
-from resilient_train.ground.reader import find
-from resilient_train.ground.reader import limited as limited  # custom remedies import it from here
+from resilient_train.ground.reader import limited as limited  # remedies of others import it from here
 from resilient_train.ground.types import OBSERVE, Action, Anomaly, Diagnosis
 
 if TYPE_CHECKING:  # it has torch
     from resilient_train.core.controls import Controls
-
-_MIN_CUT = 0.01  # the least that one remedy multiplies the learning rate by
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +26,12 @@ class Case:
     at_start: bool = False  # the only verified state is the one that the run began with
     own_rates: bool = False  # an optimizer finds its rates itself, as Adafactor does
     sgd: bool = False  # every optimizer is torch's SGD, whose updates are as large as the gradients
-    loss_excess: float = 0.0  # how far the loss is above its earlier level, relative to that: 1 is twice as high
     began: int = 0  # the first tick of this process: those of the one before may have been retried
     facts: Mapping[str, Any] = field(default_factory=dict)  # what remedies of extensions need to know
 
 
 class Remedy:
-    """An action against an incident. Write custom remedies as frozen dataclasses that inherit from this class."""
+    """An action against an incident. Those of extensions are frozen dataclasses that inherit from this class."""
 
     order: ClassVar[int] = 100  # the lower, the earlier it is applied among those of a rung
     is_mild: ClassVar[bool] = False  # it changes neither weights nor knobs
@@ -114,25 +109,12 @@ class LowerLr(Remedy):
     factor: float = limited(0.5, above=0, at_most=1)
     rewarm: int = limited(0, at_least=0)  # steps of the climb
     lasting: bool = False  # relax as late as possible: the configured rate never worked
-    regain: float = limited(0.0, at_least=0, at_most=1)  # the share of the previous rate that it soon climbs back to
-    by_loss: bool = False  # the farther the loss is above its earlier level, the deeper; `factor` is the mildest
 
     def applies(self, case: Case) -> bool:
         return not case.own_rates
 
-    def settings_for(self, case: Case) -> dict[str, float]:
-        return {"factor": cut(self.factor, case.loss_excess)} if self.by_loss else {}
-
     def apply(self, run: Controls) -> None:
-        """Turn the knob; with `by_loss` several cuts together are no deeper than the deepest single one."""
-        least = min(1.0, _MIN_CUT / run.knobs.lr) if self.by_loss else 0.0
-        run.knobs.turn_lr(max(self.factor, least), self.rewarm, self.regain, lasting=self.lasting)
-
-
-def cut(mildest: float, loss_excess: float) -> float:
-    """Return the factor of the learning rate for a loss so far above its level: a half where the loss doubled."""
-    deepest = 1.0 / (1.0 + loss_excess) if loss_excess > 0 else 1.0
-    return min(mildest, max(_MIN_CUT, float(f"{deepest:.2g}")))
+        run.knobs.turn_lr(self.factor, self.rewarm, lasting=self.lasting)
 
 
 @dataclass(frozen=True)
@@ -147,20 +129,6 @@ class TightenClip(Remedy):
         run.knobs.turn_clip(1.0 if self.to else self.factor, self.to)
 
 
-@dataclass(frozen=True)
-class RaiseEps(Remedy):
-    """Multiply the optimizer's epsilon; it relaxes by itself."""
-
-    order = 110
-    factor: float = limited(100.0, at_least=1)
-
-    def applies(self, case: Case) -> bool:
-        return not case.sgd
-
-    def apply(self, run: Controls) -> None:
-        run.knobs.turn_eps(self.factor)
-
-
 # By name. Extensions add theirs.
 KNOWN: dict[str, type[Remedy]] = {
     "rewind": Rewind,
@@ -169,32 +137,18 @@ KNOWN: dict[str, type[Remedy]] = {
     "report": Report,
     "lower_lr": LowerLr,
     "tighten_clip": TightenClip,
-    "raise_eps": RaiseEps,
 }
 
 
 def remedy(action: Action) -> Remedy:
-    """Build the remedy that an action of a policy names. Not for actions from a file: a dotted name is imported."""
-    kind: Any = remedy_class(action.remedy, action.remedy)
-    built: Remedy = kind(**action.settings)
-    return built
+    """Build the remedy that an action of a policy names."""
+    return KNOWN[action.remedy](**action.settings)
 
 
 def applicable(actions: Sequence[Action], case: Case) -> tuple[Action, ...]:
     """Select the actions that apply, and replace the settings that follow from the case."""
     kept = [(action, one) for action in actions if (one := remedy(action)).applies(case)]
     return tuple(replace(action, settings={**action.settings, **one.settings_for(case)}) for action, one in kept)
-
-
-def remedy_class(name: str, key: str) -> type[Remedy]:
-    """Return a known remedy, or import the one at a dotted path; anything else there is refused, and not called."""
-    if name in KNOWN:
-        return KNOWN[name]
-    kind = find(key, name)
-    if not isinstance(kind, type) or not issubclass(kind, Remedy) or not is_dataclass(kind):
-        how = f"write a dataclass that inherits from {Remedy.__module__}.Remedy"
-        raise ConfigError(key, name, f"is not a remedy: {how}")
-    return kind
 
 
 def is_mild(actions: Iterable[Action]) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from resilient_train.ground.reader import MemoryConfig
 
 _GIB = 2**30
 _SLOTS_TO_SET_ASIDE = 3  # with fewer, there would be no slot for a candidate next to the newest verified snapshot
-_MOVING = "frozen weights that change"  # copied at once: the loop may change them at any time
 
 
 @dataclass(eq=False)
@@ -26,19 +24,15 @@ class Snapshot:
     """A copy of the state: a candidate until healthy updates and scans have shown that it holds no damage."""
 
     step: int
-    plain: Tree  # the state without its tensors
-    own: list[torch.Tensor]  # copies that only this snapshot holds: a later one may use their memory
-    shared: dict[str, torch.Tensor]  # copies of weights that do not change, which other snapshots hold as well
+    parts: dict[str, Tree]  # as of `RunState.live`; who reads its tensors keeps the snapshot meanwhile
+    own: list[torch.Tensor] = field(default_factory=list)  # copies that no other snapshot shares
+    spare: list[list[torch.Tensor]] = field(default_factory=list)  # to which they go when it is no longer used
     checks_state: Any = None  # Parts.checks_state(); None until its update was accepted
     effects: Any = None  # of remedies, after its update
     verified: bool = False
-    is_being_written: bool = False  # to disk: its memory must not be reused
 
-    @cached_property
-    def parts(self) -> dict[str, Tree]:
-        parts: dict[str, Tree] = put_together(self.plain, self.own)
-        parts["weights"] |= parts.pop(_MOVING, {}) | self.shared
-        return parts
+    def __del__(self) -> None:
+        self.spare.append(self.own)
 
 
 class Ring:
@@ -51,10 +45,9 @@ class Ring:
         self._state, self.config, self._agree, self.every = state, config, agree, config.every
         self.snapshots: list[Snapshot] = []  # oldest first
         # The best verified snapshot that a rewind went back beyond, kept for the end of the run.
-        self._set_aside: list[Snapshot] = []  # one at most
+        self._set_aside: Snapshot | None = None
         self.best_step = 0  # the newest step at the best level of the run: the last verified snapshot up to it stays
         self.keeps_reference = False  # until the loss is back where it was before the incident
-        self._reference: Snapshot | None = None  # it is not dropped to make room
         self._branch_step = 0  # the lowest step rewound to since `_set_aside` was taken
         self._spare: list[list[torch.Tensor]] = []  # memory of dropped snapshots
         self._frozen = Frozen()
@@ -70,23 +63,29 @@ class Ring:
         if not self.every or any(snapshot.step == step for snapshot in self.snapshots):
             return None
         live = self._state.live() | {"clock": step}  # the verdict on this step may be pending
-        moving = self._frozen.moving(live["weights"])
-        live[_MOVING] = {name: live["weights"].pop(name) for name in moving}
-        shared = [live["weights"].pop(name) for name in self._frozen.shared]
+        weights, shared = live["weights"], self._frozen.unchanged(live["weights"])
+        live["weights"] = {name: one for name, one in weights.items() if name not in shared and one.requires_grad}
+        frozen = {name: one for name, one in weights.items() if name not in shared and not one.requires_grad}
+        # Only optimizers change these: they can be copied later. Frozen weights may be changed by the loop at any time.
         trained = {name: live.pop(name) for name in list(live) if name == "weights" or name.startswith("optimizer.")}
         (plain, sources), (plain_rest, rest) = taken_apart(trained), taken_apart(live)
-        self.settle_slots(sum(one.nbytes for one in (*sources, *rest, *shared)))
+        plain_frozen, new = taken_apart(frozen)
+        self.settle_slots(sum(one.nbytes for one in (*sources, *rest, *new, *shared.values())))
         if not self.slots or not self._make_room(step):
             return None
         own = room([*sources, *rest], self._spare.pop() if self._spare else [], self.copier.empty)
-        copies, empty, more = self._frozen.copies(self.copier.empty)
-        self.copier.fill(own + empty, [*sources, *rest, *more], len(sources))
-        snapshot = Snapshot(step, {**plain, **plain_rest}, own, copies, verified=verified)
+        copies = room(new, [], self.copier.empty)
+        self.copier.fill(own + copies, [*sources, *rest, *new], len(sources))
+        parts: dict[str, Tree] = put_together({**plain, **plain_rest}, own)
+        shared |= put_together(plain_frozen, copies)
+        self._frozen.copied(shared)
+        parts["weights"] |= shared
+        snapshot = Snapshot(step, parts, own, self._spare, verified=verified)
         self.snapshots.append(snapshot)
         return snapshot
 
     def oldest_position(self, now: int) -> int:
-        return int(self.snapshots[0].plain["position"]["position"]) if self.snapshots else now
+        return int(self.snapshots[0].parts["position"]["position"]) if self.snapshots else now
 
     def verify(self, *, healthy_until: int, scanned_until: int, after: int, is_back: bool = True) -> None:
         """Verify candidates that `after` healthy updates and all scans followed; drop them if the loss is not back."""
@@ -99,30 +98,27 @@ class Ring:
             snapshot.verified = True
         self._drop_surpassed()
 
-    def keep_reference(self, since: int) -> None:
-        """Keep the newest verified snapshot until `release_reference`: the run is measured against it."""
-        if not self.keeps_reference and not self._set_aside and (verified := self.verified_until(since)):
-            self._reference = verified[0]
+    def keep_reference(self) -> None:
+        """Keep the snapshot set aside until `release_reference`: the run is measured against it."""
         self.keeps_reference = True
 
     def release_reference(self) -> None:
-        self.keeps_reference, self._reference = False, None
+        self.keeps_reference = False
         self._drop_surpassed()
 
     def _drop_surpassed(self) -> None:
         """Drop the snapshot set aside once a later one is verified, unless the run is measured against it."""
-        newest = self.newest_verified()
-        if newest and not self.keeps_reference and all(newest.step >= one.step for one in self._set_aside):
-            self._drop_set_aside()
+        newest, aside = self.newest_verified(), self._set_aside
+        if newest and aside and newest.step >= aside.step and not self.keeps_reference:
+            self._set_aside = None
 
     def distrust(self, since: int) -> None:
         """Drop snapshots after `since`, and the one set aside if `since` is before the step that was rewound to."""
         self.drop(*[one for one in self.snapshots if one.step > since])
         if since < self._branch_step:
-            self._drop_set_aside()
+            self._set_aside = None
 
     def drop(self, *dropped: Snapshot) -> None:
-        self._reuse(*[one for one in self.snapshots if one in dropped])
         self.snapshots = [one for one in self.snapshots if one not in dropped]
 
     def verified_until(self, since: int) -> list[Snapshot]:
@@ -132,26 +128,23 @@ class Ring:
         return next((one for one in reversed(self.snapshots) if one.verified), None)
 
     def clear(self) -> None:
-        self._drop_set_aside()
-        self.drop(*self.snapshots)
-        self._branch_step = 0
+        self.snapshots, self._set_aside, self._branch_step = [], None, 0
 
     def last_good(self, since: int) -> Snapshot | None:
         """The newest verified state, to end a run with; the run may have rewound to an older one since."""
-        return max(self.verified_until(since) + self._set_aside, key=lambda one: one.step, default=None)
+        aside = [self._set_aside] if self._set_aside else []
+        return max(self.verified_until(since) + aside, key=lambda one: one.step, default=None)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot and drop later ones, but set the best of them aside, for the end of the run."""
         self.load(snapshot.parts)
-        newer = [one for one in self.snapshots if one.verified and one.step > snapshot.step]
-        best = next((one for one in newer if one is self._reference), newer[-1] if newer else None)
-        is_best = best is not None and all(best.step > one.step for one in self._set_aside)
-        if best is not None and is_best and self.slots >= _SLOTS_TO_SET_ASIDE:
-            self._drop_set_aside()
-            self._set_aside, self._branch_step = [best], snapshot.step
-            self.snapshots.remove(best)
+        later = [one for one in self.snapshots if one.step > snapshot.step]
+        aside = self._set_aside
+        best = max((one for one in later if one.verified), key=lambda one: one.step, default=None)
+        if best and self.slots >= _SLOTS_TO_SET_ASIDE and (aside is None or best.step > aside.step):
+            self._set_aside, self._branch_step = best, snapshot.step
         self._branch_step = min(self._branch_step, snapshot.step)
-        self.drop(*[one for one in self.snapshots if one.step > snapshot.step])
+        self.drop(*later)
 
     def aside(self) -> dict[str, Tree] | None:
         """Copy the state outside of all slots; None if it does not fit next to what is kept. It is a collective."""
@@ -159,19 +152,18 @@ class Ring:
         size = sum(one.nbytes for one in sources)
         if self._allowed is None:
             self.settle_slots(size)
-        kept = sum(one.nbytes for each in (*self.snapshots, *self._set_aside) for one in each.own)
+        kept = sum(one.nbytes for each in (*self.snapshots, self._set_aside) if each for one in each.own)
         if self._agree((self._allowed or 0.0) - kept - size) < 0:
             return None
-        own = room(sources, [], self.copier.empty)
-        self.copier.fill(own, sources, 0)
-        copied: dict[str, Tree] = put_together(plain, own)
+        copies = room(sources, [], self.copier.empty)
+        self.copier.fill(copies, sources, 0)
+        copied: dict[str, Tree] = put_together(plain, copies)
         return copied
 
     def load(self, parts: Mapping[str, Tree]) -> None:
         """Restore a state. All snapshots stay."""
         self.copier.wait()
         self._state.restore(parts)
-        self._frozen.restored()
 
     def settle_slots(self, size: int) -> tuple[int, float]:
         """Agree with all ranks on how many snapshots of `size` bytes fit, at least two; drop those that do not. Returns
@@ -187,7 +179,7 @@ class Ring:
         fitting = min(self.config.keep, int(self._allowed / size))
         self.slots = fitting if fitting > 1 else 0
         if self.slots < _SLOTS_TO_SET_ASIDE:
-            self._drop_set_aside()
+            self._set_aside = None
         if not self.slots:
             self.snapshots.clear()
             self._spare.clear()
@@ -196,21 +188,14 @@ class Ring:
 
     def _make_room(self, now: int) -> bool:
         """Drop snapshots until there is a slot for one of step `now`; False if that is not possible."""
-        while len(self.snapshots) + len(self._set_aside) >= self.slots:
+        while len(self.snapshots) + (self._set_aside is not None) >= self.slots:
             best = self.verified_until(self.best_step)[:1] if self.slots > _SLOTS_TO_SET_ASIDE else []
-            verified = [one.verified and one not in (self._reference, *best) for one in self.snapshots]
+            verified = [one.verified and one not in best for one in self.snapshots]
             if (place := snapshot_to_drop(verified, [one.step for one in self.snapshots], now)) is None:
                 return False
             self.drop(self.snapshots[place])
-        del self._spare[self.slots - len(self.snapshots) - len(self._set_aside) :]
+        del self._spare[self.slots - len(self.snapshots) - (self._set_aside is not None) :]
         return True
-
-    def _drop_set_aside(self) -> None:
-        self._reuse(*self._set_aside)
-        self._set_aside = []
-
-    def _reuse(self, *dropped: Snapshot) -> None:
-        self._spare += [one.own for one in dropped if not one.is_being_written]
 
 
 def snapshot_to_drop(verified: Sequence[bool], steps: Sequence[int], now: int) -> int | None:

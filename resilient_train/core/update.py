@@ -268,7 +268,6 @@ class EngineGuard:
             return True
         before = self.clock.step
         is_clear = self._judge(judged, begun)
-        self._marks.release(judged.mark)
         judged.ends("accepted" if self.clock.step > before else "refused")  # a rewind goes back
         return is_clear
 
@@ -344,7 +343,6 @@ class EngineGuard:
             one.ends("refused")
             if one is self._current:
                 self._current = None
-                self._marks.release(one.mark)
         self._updater.drop_gradients()
         self.seeds.between(self.samples.position)
 
@@ -361,7 +359,6 @@ class EngineGuard:
         if (refused := self._refused) is not None:
             self._refused = None
             self._marks.undo(refused)
-            self._marks.release(refused)
             self._updater.drop_gradients()
             self.seeds.between(self.samples.position)
 

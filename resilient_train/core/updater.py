@@ -109,12 +109,9 @@ class Updater:
         self.lasting: list[Lasting] = []  # of extensions
         self.agreement = Agreement(gather, device)
         self.usual_norm: float | None = None  # of recent gradients, for a tightened clip where none is configured
-        gates = {one: gate_of([one], device) for one in optimizers}
-        self.gate = gate_of(optimizers, device)
-        if observes:
-            self.gate = OpenGate(device, has_scale=scaler is not None)
-            gates = {one: OpenGate(device, has_scale=scaler is not None) for one in optimizers}
-        self.turn = CopyGate(gates)
+        is_scaled = scaler is not None
+        self.gate = OpenGate(device, has_scale=is_scaled) if observes else gate_of(optimizers, device)
+        self.turn = CopyGate(self.optimizers)
         self.weights: list[torch.Tensor] = []
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
@@ -164,7 +161,7 @@ class Updater:
         self._of_last_step = scale, known
         try:
             with self._stepping:
-                self.turn.step(optimizer, loss, norm, known["settings"], self.gate.limits[1])
+                self.turn.step(optimizer, loss, norm, known["settings"], self.gate)
         finally:
             self._put_back_rates(known["settings"])
 
@@ -258,15 +255,13 @@ class Updater:
         for group, setting, usual in zip(self.groups(), planned, chain(*self._configured), strict=True):
             lr = setting["lr"]
             # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
-            rate, eps = usual["lr"], usual.get("eps")
+            rate = usual["lr"]
             asked = allowed = lr / rate * factor if rate and isinstance(lr, int | float) else 0.0
             if asked > knobs.ceiling:  # which falls with the schedule, from the leap on
                 allowed = knobs.ceiling * (min(1.0, asked / knobs.leapt_to) if knobs.leapt_to else 1.0)
             setting = dict(setting)
             if setting["lr"] is not None and (factor != 1.0 or allowed < asked):
                 setting["lr"] = rate * allowed if allowed < asked else lr * factor
-            if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
-                setting["eps"] = eps * knobs.eps
             for one in self.lasting:
                 one.shape(group, setting, usual)
             group.update(setting)

@@ -192,8 +192,8 @@ class CheckpointKeeper:
         def write() -> Path | None:
             if not self._writes or (healthy and not self._config.every):
                 return None
-            verified, (plain, tensors) = self._unsaved(), taken_apart(parts.state.live())
-            present = Snapshot(parts.clock.step, plain, tensors, {}, parts.checks_state(), effects)
+            verified, state = self._unsaved(), put_together(*taken_apart(parts.state.live()))
+            present = Snapshot(parts.clock.step, state, checks_state=parts.checks_state(), effects=effects)
             present.verified = healthy and not damaged
             is_saved = not self._is_urgent and self._last == (parts.clock.tick, parts.clock.step)
             if present.verified and is_saved:  # of a complete run that was started again
@@ -297,7 +297,6 @@ class CheckpointKeeper:
     def _job(self, snapshot: Snapshot) -> Job | None:
         """Make a job that writes a snapshot, on rank 0 alone. All ranks gather a sharded state for it."""
         parts, store, updates = self._parts, self._store, self._parts.updates.copy()
-        snapshot.is_being_written = self._commits  # first: in another thread the loop may drop it meanwhile
         parts.ring.copier.wait()
         content = gathered(snapshot.parts, keep=self._commits) if self._is_sharded else snapshot.parts
         if not self._commits:

@@ -80,8 +80,6 @@ class Writer:
         except Exception as error:  # whatever goes wrong, training continues
             job.error = error
             self._not_before = time.monotonic() + _PAUSE_S
-        if job.snapshot is not None:
-            job.snapshot.is_being_written = False
         self.finished.append(job)
         with self._changed:
             self.writing = None

@@ -393,20 +393,7 @@ def _policy_named(name: str) -> Any:
         raise ConfigError("recovery", name, f"cannot be read: {error.strerror}") from error
     except (YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError("recovery", name, f"is not YAML: {' '.join(str(error).split())}") from error
-    if (path.parent / "journal.jsonl").exists() and (custom := next(_dotted_names(tree), None)) is not None:
-        why = f"is in a run directory, from which nothing is imported, and names {custom}: copy it to another place"
-        raise ConfigError("recovery", name, why)
     return tree
-
-
-def _dotted_names(tree: Any) -> Iterator[str]:
-    if isinstance(tree, Mapping):
-        tree = [*tree.keys(), *tree.values()]
-    if is_list(tree):
-        for one in tree:
-            yield from _dotted_names(one)
-    elif isinstance(tree, str) and "." in tree:
-        yield tree
 
 
 def checks(

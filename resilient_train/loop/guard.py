@@ -441,9 +441,8 @@ class Guard(EngineGuard):
         """Give up the update at hand. Buffers may stay if they are finite, for which the host waits for the device."""
         now = self._marks.take()
         self._put_back_batch()
-        if keeps_buffers and all(bool(one.isfinite().all()) for one in now.copies):
+        if keeps_buffers and all(bool(one.isfinite().all()) for one in now.copies[: len(now.live)]):
             self._marks.put_back(now)
-        self._marks.release(now)
 
     # For the command.
 
@@ -463,7 +462,7 @@ class Guard(EngineGuard):
 
     def report(self) -> dict[str, float] | None:
         """Return the numbers of the newest update; None if they were reported. All ranks call it, and wait."""
-        factors = {name: getattr(self._controls.knobs.values, name) for name in ("lr", "clip", "eps")}
+        factors = {name: getattr(self._controls.knobs.values, name) for name in ("lr", "clip")}
         read = partial(self.world.mean_metrics, mean_metrics(self.reported))
         return self.reporter.report(self.newest, read, self.samples.slicing.samples, factors)
 
@@ -530,7 +529,7 @@ class Guard(EngineGuard):
             if self._keeper.is_verified or self._ring.is_due(self.clock.step):  # else no snapshot is taken at this step
                 self._controls.snapshot(self.clock.step, verified=self._keeper.is_verified)
             if self._checks.episode.is_open:  # since before the process ended
-                self._ring.keep_reference(self.clock.step)
+                self._ring.keep_reference()
 
     def _complete(self) -> None:
         """Write the end state of the caller's loop. Every rank comes here: weights may be sharded."""

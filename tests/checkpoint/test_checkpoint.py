@@ -13,7 +13,6 @@ import torch
 from forged_checkpoints import CPU, FILES, manifest, newest, parts, weights, write
 from safetensors.torch import load, load_file
 
-from resilient_train.core.ring import Snapshot
 from resilient_train.core.state import Clock, RunState
 from resilient_train.durable import store as manifests
 from resilient_train.durable import writer
@@ -142,20 +141,20 @@ def test_what_cannot_be_removed_stays(monkeypatch: pytest.MonkeyPatch, store: St
 
 
 def test_the_writer_keeps_away_from_a_disk_that_fails(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came of each is heard once, in order; it says why in a word, gives memory back, and leaves no thread."""
+    """What came of each is heard once, in order; it says why in a word, and leaves no thread."""
     now, before = [100.0], threading.active_count()
     monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def fail() -> Entry:
         raise OSError(28, "No space left on device")
 
-    one, snapshot = writer.Writer(), Snapshot(2, {}, [], {}, is_being_written=True)
+    one = writer.Writer()
     one.offer(writer.Job(1, partial(write, store, 1)))
     assert one.wait(200)
     assert one.is_free
-    one.offer(writer.Job(2, fail, snapshot))
+    one.offer(writer.Job(2, fail))
     assert one.wait(200)
-    assert (one.is_free, snapshot.is_being_written) == (False, False)
+    assert not one.is_free
     now[0] += writer._PAUSE_S
     assert one.is_free
     assert one.write_now(writer.Job(3, partial(write, store, 3))).entry is not None

@@ -279,18 +279,12 @@ def of(kind: Any, **options: Any) -> Callable[[nn.Module], Any]:
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
-    "adam": of(optim.Adam),
     "adam-fused": of(optim.Adam, fused=True),
     "adamw-fused": of(optim.AdamW, fused=True),
-    "adamw-amsgrad-fused": of(optim.AdamW, amsgrad=True, fused=True),
     "sgd": of(optim.SGD),
-    "sgd-fused": of(optim.SGD, fused=True),
-    "sgd-momentum": of(optim.SGD, momentum=0.9),
     "sgd-momentum-fused": of(optim.SGD, momentum=0.9, fused=True),
     "rmsprop": of(optim.RMSprop),
     "adagrad": of(optim.Adagrad),
-    "adagrad-fused": of(optim.Adagrad, fused=True),
-    "nadam": of(optim.NAdam),
     "adafactor": of(optim.Adafactor),
     "muon+adamw": muon_and_adamw,
     "a user's own": of(Signed),

@@ -97,11 +97,11 @@ SCENARIOS: dict[str, Scenario] = {
     "average, NaN row": Scenario(average, Fault("row", 23)),
     "average, rewind": Scenario(average, Fault("loss", 23), rewinds, left_out=False),
     # Losses in turn: a bad one undoes the whole turn.
-    **{
-        f"{kind}: {what}": Scenario(partial(Turns, kind, **made), fault)
-        for kind in ("gan", "actor")
-        for what, (made, fault) in TURNS.items()
-    },
+    **{f"actor: {what}": Scenario(partial(Turns, "actor", **made), fault) for what, (made, fault) in TURNS.items()},
+    "gan: nothing strikes": Scenario(partial(Turns, "gan")),
+    "gan: NaN loss in the first turn": Scenario(partial(Turns, "gan"), Fault("loss", 1, 1)),
+    "gan: NaN gradient, not fused": Scenario(partial(Turns, "gan", fused=False), Fault("gradient", 30, 1)),
+    "gan: NaN loss in the last turn": Scenario(partial(Turns, "gan"), Fault("loss", STEPS, 2)),
     "gan: five steps and one": Scenario(partial(Turns, "gan", 5)),
     "gan: five steps and one, NaN loss in the third": Scenario(partial(Turns, "gan", 5), Fault("loss", 30, 3)),
     "actor: rewind": Scenario(partial(Turns, "actor"), Fault("loss", 35, 2), rewinds, left_out=False),
@@ -130,7 +130,21 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+EACH_KIND = {  # those that need no other process
+    "nothing strikes",
+    "NaN row, the device decides",
+    "observed: NaN row",
+    "bit flip",
+    "loop left in the second third",
+    "overflow with BatchNorm",
+    "average, rewind",
+    "gan: NaN loss in the last turn",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.each_kind] * (name in EACH_KIND)) for name in SCENARIOS]
+)
 def test_a_scenario_ends_as_its_plain_loop(name: str, tmp_path: Path) -> None:
     """To the last bit, after one incident of its kind, or none; each rank has the buffers of its own rows."""
     row = SCENARIOS[name]
@@ -150,15 +164,6 @@ def on_a_rank(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def killed(name: str, run_dir: Path) -> None:
     guarded_program(SCENARIOS[name], 0, run_dir, is_killed=True)
-
-
-def test_a_declared_change_costs_no_update() -> None:
-    """Where a change is declared, the limit is no reason to lose an update: the very same one lands."""
-    guard = handed_over(guarded(adamw, None, expect=[50]), At("spike", 50), 60)
-    assert guard.incidents == []
-    assert guard.clock.step == 60
-    assert guard.clock.tick in (60, 61)
-    assert guard.samples.position == 60 * 8
 
 
 def test_the_verdict_is_in_before_the_next_update_lands() -> None:
@@ -213,8 +218,8 @@ def test_a_fault_in_every_update_ends_the_run(how: str, ladder: list[Any], actio
 
 
 def test_knobs_that_a_remedy_turned_shape_the_updates() -> None:
-    """The rate, the clip and epsilon of every update from then on are the configured ones times the knobs."""
-    turns = ["rewind", {"lower_lr": {"factor": 0.25}}, {"tighten_clip": {"factor": 0.5}}, {"raise_eps": {"factor": 10}}]
+    """The rate and the clip of every update from then on are the configured ones times the knobs."""
+    turns = ["rewind", {"lower_lr": {"factor": 0.25}}, {"tighten_clip": {"factor": 0.5}}]
     groups = []
     for at in (20, 0):
         guard = guarded(adamw, None, recovery={"ladders": {"default": [turns]}}, memory=often(5), verify_after=3)
@@ -222,9 +227,9 @@ def test_knobs_that_a_remedy_turned_shape_the_updates() -> None:
         assert len(guard.incidents) == bool(at)
         groups.append(guard.state.optimizers[0].param_groups[0])
         knobs = guard._controls.knobs.values
-        assert (knobs.lr, knobs.clip, knobs.eps) == ((0.25, 0.5, 10.0) if at else (1.0, 1.0, 1.0))
+        assert (knobs.lr, knobs.clip) == ((0.25, 0.5) if at else (1.0, 1.0))
     turned, usual = groups
-    assert (turned["lr"], turned["eps"]) == pytest.approx((0.25 * usual["lr"], 10 * usual["eps"]))
+    assert turned["lr"] == pytest.approx(0.25 * usual["lr"])
 
 
 def test_what_a_remedy_turned_outlives_the_process(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_train.core.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
+from resilient_train.core.knobs import MIN_CLIP, MIN_LR, Knobs, KnobValues
 
 
 def over(knobs: Knobs, name: str, updates: int, **more: Any) -> list[Any]:
@@ -23,25 +22,6 @@ def over(knobs: Knobs, name: str, updates: int, **more: Any) -> list[Any]:
     return found
 
 
-def test_knobs_climb_back_to_a_share_of_what_was() -> None:
-    """A search for the highest rate that works: down, soon up again, and what never worked is not soon taken up."""
-    knobs = Knobs(relax_after=10)
-    knobs.turn_lr(0.03, regain=0.1)
-    rates = over(knobs, "lr", 79)
-    assert rates == sorted(rates)
-    assert all(later / earlier < 1.1 for earlier, later in itertools.pairwise(rates))
-    assert rates[15] == rates[-1] == pytest.approx(0.1)
-    knobs.trouble()
-    knobs.turn_lr(0.03, regain=0.1)
-    again = Knobs(relax_after=10)
-    again.load_state_dict(knobs.state_dict())
-    for one in (knobs, again):
-        assert over(one, "lr", 21)[::20] == pytest.approx([0.003, 0.01])
-    knobs.turn_lr(0.5)
-    knobs.advance()
-    assert knobs.values.lr == pytest.approx(0.005), "another turn ends the climb"
-
-
 def test_knobs_re_warm() -> None:
     """The rate climbs in a straight line to the lowered one, and relaxing waits until it is there."""
     knobs = Knobs(relax_after=2)
@@ -50,52 +30,21 @@ def test_knobs_re_warm() -> None:
     assert knobs.values == KnobValues()
 
 
-def test_steps_of_relaxing() -> None:
-    """Two steps take back a halving or a tenfold, to exactly 1 and not nearly."""
-    for factor in (0.09, 0.18, 0.95):
-        (turned := Knobs()).turn_lr(factor)
-        turned.turn_lr(1 / factor)
-        assert turned.values == KnobValues()
-    knobs = Knobs(relax_after=1)
-    knobs.turn_lr(0.5)
-    knobs.turn_clip(0.25)
-    knobs.turn_eps(10_000)
-    seen = []
-    for _ in range(8):
-        knobs.advance()
-        seen.append(knobs.values)
-    assert [values.lr == 1.0 for values in seen] == [False, *[True] * 7]
-    assert [values.clip == 1.0 for values in seen] == [False] * 3 + [True] * 5
-    assert [values.eps == 1.0 for values in seen] == [False] * 7 + [True]
-
-
-def healthy_updates_until_relaxed(knobs: Knobs) -> int:
-    before, count = knobs.values, 0
-    while knobs.values == before:
-        knobs.advance()
-        count += 1
-    return count
-
-
 def test_trouble_while_relaxing_doubles_the_wait() -> None:
     """Relaxing stops where it is and takes twice as long the next time, up to a bound; long health mends it."""
     knobs = Knobs(relax_after=10)
     waits = []
     for _ in range(9):
         knobs.turn_lr(0.5)
-        waits.append(healthy_updates_until_relaxed(knobs))
-        relaxed = knobs.values
+        before, wait = knobs.values, 0
+        while knobs.values == before:
+            knobs.advance()
+            wait += 1
+        waits.append(wait)
         knobs.trouble()
-        assert knobs.values == relaxed
     assert waits == [10, 20, 40, 80, 160, 320, 640, 640, 640]
-    for _ in range(20_000):
-        knobs.advance()
+    over(knobs, "lr", 20_000)
     assert knobs.values == KnobValues()
-    knobs.turn_clip(0.5)
-    for _ in range(3):  # in a row they are one trouble, which only starts the wait again
-        knobs.advance()
-        knobs.trouble()
-    assert healthy_updates_until_relaxed(knobs) == 10
 
 
 @pytest.mark.parametrize("turn", ["turn_lr", "turn_clip", "limit_lr"])
@@ -128,7 +77,6 @@ turns = st.lists(
     st.one_of(
         st.tuples(st.just("turn_lr"), factors, st.integers(0, 9)),
         st.tuples(st.just("turn_clip"), factors),
-        st.tuples(st.just("turn_eps"), st.floats(1.0, 1e6)),
         st.tuples(st.just("limit_lr"), st.floats(1e-9, 10.0)),
         st.tuples(st.just("trouble")),
         st.tuples(st.just("advance")),
@@ -147,7 +95,6 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
         values = knobs.values
         assert MIN_LR <= values.lr <= 1.0
         assert MIN_CLIP <= values.clip <= 1.0
-        assert 1.0 <= values.eps <= MAX_EPS
         assert values.ceiling >= MIN_LR
         resumed = Knobs(relax_after)
         resumed.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
@@ -159,7 +106,7 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, "nan"])
-@pytest.mark.parametrize("name", ["lr", "clip", "eps", "regain", "ceiling", "leapt_to", "norm"])
+@pytest.mark.parametrize("name", ["lr", "clip", "ceiling", "leapt_to", "norm"])
 def test_no_knob_is_below_0_or_not_finite(name: str, value: Any) -> None:
     """Where a file says so it is refused."""
     with pytest.raises(ValueError, match=f"{name} is {value}, not a number from 0 up"):

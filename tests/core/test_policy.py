@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from cases import ANY, Run, decisions, default, landed, met, refused, rungs, trained, unknown
@@ -14,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import table
 
-from resilient_train.core.decide import decide, recent
+from resilient_train.core.decide import decide
 from resilient_train.core.policy import parse
-from resilient_train.core.remedies import cut, is_mild, remedy
+from resilient_train.core.remedies import is_mild, remedy
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.types import (
@@ -155,15 +154,14 @@ def test_a_rung_for_the_start_of_a_run(steps: list[int], expected: list[int]) ->
         (["skip", "report"], refused(9), {}, ["skip"]),
         (["repeat"], refused(9), {}, ["repeat"]),
         (["repeat"], landed(9), {}, []),
-        (["raise_eps"], landed(9), {"sgd": True}, []),
         (["lower_lr", "tighten_clip"], landed(9), {"own_rates": True}, ["tighten_clip"]),
         (["rewind", {"lower_lr": {"factor": 1, "rewarm": 10}}], landed(9), {}, ["rewind", "lower_lr"]),
         (["rewind", {"lower_lr": {"factor": 1, "rewarm": 10}}], landed(9), {"snapshots": 0}, []),  # a warm-up alone
         (
-            ["raise_eps", "tighten_clip", "lower_lr", "skip", {"rewind": {"steps": 9}}],
+            ["tighten_clip", "lower_lr", "skip", {"rewind": {"steps": 9}}],
             landed(9),
             {},
-            ["rewind", "skip", "lower_lr", "tighten_clip", "raise_eps"],
+            ["rewind", "skip", "lower_lr", "tighten_clip"],
         ),
     ],
 )
@@ -172,31 +170,6 @@ def test_remedies_of_a_rung(rung: list[Any], anomaly: Anomaly, can: dict[str, An
     (decision,) = decisions(parse(default(rung)), [anomaly], replace(ANY, **can))
     assert [action.remedy for action in decision.actions] == expected
     assert (decision.gave_up is None) == bool(expected)
-
-
-@pytest.mark.parametrize(
-    ("mildest", "off", "factor"),
-    [
-        (0.5, 0.0, 0.5),  # not known, or no worse
-        (1.0, 0.0, 1.0),
-        (0.5, 0.1, 0.5),
-        (0.5, 1.0, 0.5),  # twice as high
-        (0.5, 3.0, 0.25),
-        (0.5, 9.0, 0.1),
-        (0.25, 1.0, 0.25),
-        (0.5, 6.0, 0.14),  # two digits, for a person
-        (0.5, 1e6, 0.01),
-        (0.5, float("inf"), 0.01),
-        (0.001, float("inf"), 0.001),  # what the policy says is never made milder
-    ],
-)
-def test_the_cut_is_as_deep_as_the_loss_is_high(mildest: float, off: float, factor: float) -> None:
-    """As the loss is so many times as high the rate is divided by as much, between what is set and a hundredth."""
-    assert cut(mildest, off) == pytest.approx(factor)
-    policy = parse(default([{"lower_lr": {"factor": mildest, "by_loss": True}}]))
-    (decision,) = decisions(policy, [landed(9)], replace(ANY, loss_excess=off))
-    remedy(decision.actions[0]).apply(run := cast(Any, Run()))
-    assert run.knobs.values.lr == pytest.approx(max(factor, 0.01))
 
 
 def test_a_run_taken_up_again_has_a_clean_slate() -> None:
@@ -252,53 +225,9 @@ def test_what_is_wrong_in_a_policy_is_named_by_its_position(tree: Any, said: str
     assert "\n" not in str(error.value)
 
 
-OWN = """
-from dataclasses import dataclass
-from resilient_train.core.remedies import Remedy, limited
-
-@dataclass(frozen=True)
-class Halve(Remedy):
-    times: int = limited(1, at_least=1)
-
-    def apply(self, run):
-        run.knobs.turn_lr(0.5**self.times)
-
-class Useless:
-    def apply(self, run):
-        pass
-
-class Plain(Remedy):
-    def __init__(self, times=1):
-        self.times = times
-"""
-
-
-def test_a_remedy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dotted path in a rung is imported, its settings are checked, and it is applied after the others."""
-    (tmp_path / "my_remedies.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    policy = parse(default([{"my_remedies.Halve": {"times": 2}}, "skip"]))
-    (decision,) = decisions(policy, [refused(1)])
-    assert decision.actions == (Action("skip"), Action("my_remedies.Halve", {"times": 2}))
-    remedy(decision.actions[1]).apply(run := cast(Any, Run()))
-    assert run.knobs.values.lr == 0.25
-    for entry, said in {
-        "my_remedies.Half": "cannot be imported: my_remedies has no Half; did you mean Halve?",
-        "my_remedy.Halve": "cannot be imported: there is no module my_remedy on the path",
-        "my_remedies.Useless": "is not a remedy: write a dataclass that inherits from resil",
-        "my_remedies.Plain": "is not a remedy: write a",
-        "subprocess.Popen": "is not a remedy: write a",
-    }.items():
-        with pytest.raises(ConfigError) as error:
-            parse(default([entry]))
-        assert f"recovery.ladders.default[0][0]={entry}: {said}" in str(error.value)
-    with pytest.raises(ConfigError, match=r"my_remedies\.Halve\.times=0: must be a whole number \(at least 1\)"):
-        parse(default([{"my_remedies.Halve": {"times": 0}}]))
-
-
 # Whatever happens.
 
-REMEDIES = ["rewind", "skip", "repeat", "report", "lower_lr", "tighten_clip", "raise_eps"]
+REMEDIES = ["rewind", "skip", "repeat", "report", "lower_lr", "tighten_clip"]
 some_rungs = st.builds(
     lambda names, strikes, within, landed: {"do": names, "strikes": strikes, "within": within, "landed": landed},
     st.lists(st.sampled_from(REMEDIES), min_size=1, max_size=3, unique=True),
@@ -360,25 +289,6 @@ def test_every_signal_has_a_cause_and_advice(signal: Signal, has_landed: bool) -
     (advice,) = diagnosis.advice
     assert say([advice]).endswith(".")
     assert diagnosis.culprit is None
-
-
-def test_incidents_that_are_over_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every refused update asks for the recent ones: only these are unfolded into their updates."""
-    unfolded, history, each = list[int](), list[Incident](), Incident.each.fget  # type: ignore[attr-defined]
-
-    def noted(incident: Incident) -> list[Incident]:
-        unfolded.append(incident.id)
-        return each(incident)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(Incident, "each", property(noted))
-    for number in range(1, 101):
-        tick = number * 650
-        again = tuple((tick + later, tick + later) for later in range(10, 650, 10))
-        decision = Decision((Action("rewind" if number == 7 else "skip"),))
-        history.append(Incident(number, refused(tick), unknown(refused(tick)), decision, again=again))
-    updates = recent(parse(default(ENDLESS)), history, 65_650)
-    assert [one.id for one in updates] == [7] * 65 + [99] * 35 + [100] * 65
-    assert unfolded == [7, 99, 100]
 
 
 # What becomes of incidents.

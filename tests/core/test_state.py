@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import UserDict, deque
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -74,6 +76,30 @@ class Bench:
         return self
 
 
+def drawn() -> list[float]:
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+def test_a_restored_state_is_the_same_in_the_same_memory() -> None:
+    """Weights, buffers, moments and random numbers; as compiled graphs hold addresses, these stay. Restored to its
+    first step an optimizer has no state.
+    """
+    bench = Bench().gone(2)
+    bench.ring.take(2)
+    tensors = [*bench.net.parameters(), *bench.net.buffers(), *taken_apart(bench.optimizer.state_dict()["state"])[1]]
+    digest, random_numbers, addresses = state_sha256(bench.state), drawn(), [one.data_ptr() for one in tensors]
+    bench.gone(1)
+    bench.ring.restore(bench.ring.snapshots[1])
+    assert state_sha256(bench.state) == digest
+    assert drawn() == random_numbers
+    assert [one.data_ptr() for one in tensors] == addresses
+    assert bench.optimizer.state
+    first = Bench()
+    first.kept()
+    first.gone(1).ring.restore(first.ring.snapshots[0])
+    assert not first.optimizer.state
+
+
 def moved_in_place(net: Net) -> None:
     net.teacher.weight.lerp_(net.student.weight, 0.5)
 
@@ -82,19 +108,11 @@ def moved_without_a_trace(net: Net) -> None:
     net.teacher.weight.data.mul_(0.5).add_(net.student.weight.data, alpha=0.5)  # counts no version
 
 
-def moved_elsewhere(net: Net) -> None:
-    net.teacher.weight.data = net.teacher.weight.data * 0.5
-
-
 def replaced(net: Net) -> None:
     net.teacher.weight = nn.Parameter(net.teacher.weight.detach() * 0.5, requires_grad=False)
 
 
-def reordered(net: Net) -> None:
-    net.teacher.weight.copy_(net.teacher.weight.flip(0))  # the sum of the bits stays: the version shows it
-
-
-@pytest.mark.parametrize("move", [moved_in_place, moved_without_a_trace, moved_elsewhere, replaced, reordered])
+@pytest.mark.parametrize("move", [moved_in_place, moved_without_a_trace, replaced])
 def test_a_frozen_weight_that_the_loop_changes_rewinds(move: Callable[[Net], None]) -> None:
     """A teacher is frozen and yet follows its student: every snapshot holds the one of its own step."""
     bench = Bench(keep=6)
@@ -125,15 +143,11 @@ def test_a_weight_that_is_unfrozen_or_frozen_leaves_older_snapshots_alone() -> N
             assert sha256(held.parts) == digests[held.step]
 
 
-def test_a_frozen_weight_stays_shared_after_a_rewind() -> None:
-    """To write a snapshot over a weight gives it a new version, and its old contents: still one copy for all."""
-    bench = Bench()
-    bench.kept()
-    bench.ring.restore(bench.ring.snapshots[0])
-    bench.gone(1)
-    copies = {held.parts["weights"]["teacher.weight"].data_ptr() for held in bench.ring.snapshots}
-    assert len(bench.ring.snapshots) == 2
-    assert len(copies) == 1
+def test_a_frozen_weight_that_stays_is_copied_once() -> None:
+    """All snapshots share that copy, until a rewind writes to the weight."""
+    bench = Bench().gone(3)
+    assert len({id(held.parts["weights"]["teacher.weight"]) for held in bench.ring.snapshots}) == 1
+    assert len({id(held.parts["weights"]["student.weight"]) for held in bench.ring.snapshots}) == 3
 
 
 def test_ranks_agree_on_how_many_snapshots_fit() -> None:
@@ -179,16 +193,6 @@ def test_one_of_five_snapshots_is_always_of_the_first_quarter() -> None:
         assert 4 * steps[0] <= now
 
 
-def test_two_slots_hold_no_pin() -> None:
-    """A pinned state beside the newest proven one would leave no slot: after a rewind snapshots are taken again."""
-    bench = Bench(keep=2).gone(2)
-    bench.ring.restore(bench.ring.snapshots[0])
-    for step in (2, 3, 4):
-        bench.train()
-        assert bench.ring.take(step, verified=True) is not None
-    assert [held.step for held in bench.ring.snapshots] == [3, 4]
-
-
 @pytest.mark.parametrize(
     ("before", "to", "after", "best"), [(5, 1, 5, 5), (3, 1, 1, 3), (5, 2, 3, 5), (5, 2, 2, 5), (5, 2, 1, 1)]
 )
@@ -205,15 +209,6 @@ def test_the_best_trusted_state_is_kept_for_the_end(before: int, to: int, after:
     assert held.step == best
 
 
-def test_of_two_courses_the_better_state_is_kept() -> None:
-    """Rewound from 5 to 1, on to 3, and to 1 again: what is kept for the end is of step 5, not of step 3."""
-    bench = Bench(keep=8).gone(5)
-    bench.ring.restore(bench.ring.snapshots[0])
-    bench.gone(2).ring.restore(bench.ring.snapshots[0])
-    held: Any = bench.ring.last_good(5)
-    assert held.step == 5
-
-
 def test_no_slots_means_no_snapshots() -> None:
     """The state of the start fits, until the moments come: once it is said that the run cannot rewind, it is so."""
     small = nbytes(Bench().state.live())
@@ -225,20 +220,6 @@ def test_no_slots_means_no_snapshots() -> None:
     assert bench.ring.slots == 0
     assert bench.ring.verified_until(10) == []
     assert bench.ring.last_good(10) is None
-
-
-def test_memory_of_a_snapshot_is_handed_out_once() -> None:
-    """One that is dropped twice is room for one other only."""
-    bench = Bench(keep=8).gone(5)
-    held = bench.ring.snapshots[-1]
-    bench.ring.distrust(4)
-    bench.ring.drop(held)
-    digests = []
-    for step in (6, 7):
-        bench.train()
-        bench.ring.take(step, verified=True)
-        digests.append(sha256(bench.ring.snapshots[-1].parts))
-    assert [sha256(held.parts) for held in bench.ring.snapshots[-2:]] == digests
 
 
 class Shifty(nn.Module):
@@ -304,7 +285,7 @@ def test_a_backup_knows_buffers_by_name(change: Callable[[Shifty], None]) -> Non
     """Whatever an update that is refused, or a healthy one before it, did to names, shapes and contents."""
     net = Shifty()
     marks = Marks(net)
-    for _ in range(2):  # the second time in memory of earlier ones, where that fits
+    for _ in range(2):
         before, kept = buffers(net), marks.take()
         change(net)
         in_place(net)
@@ -313,8 +294,6 @@ def test_a_backup_knows_buffers_by_name(change: Callable[[Shifty], None]) -> Non
         assert_as(before, net)
         marks.undo(with_it)  # as the scan does, which looks at the state without a forward and goes on
         assert_as(after, net)
-        marks.release(kept)
-        marks.release(with_it)
         if change is deleted:
             net.register_buffer("cache", torch.ones(2), persistent=False)
 
@@ -350,14 +329,6 @@ def test_a_loss_scale_is_captured_without_being_read(monkeypatch: pytest.MonkeyP
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 5)
     assert scaler._scale is scale
     assert state_sha256(bench.state) == digest
-
-
-def test_a_loss_scale_comes_back_in_another_process() -> None:
-    """Also before the first use of either scaler."""
-    bench, other = (Bench(scaler=torch.amp.GradScaler("cpu", init_scale=scale)) for scale in (8.0, 1.0))
-    other.state.restore(deepcopy(bench.state.live()))
-    assert state_sha256(other.state) == state_sha256(bench.state)
-    assert other.scaler.get_scale() == 8.0
 
 
 def test_a_backup_holds_the_loss_scale() -> None:

@@ -13,7 +13,6 @@ from torch.nn.utils import get_total_norm
 
 from resilient_train.core.clip import Clipper, clip, norm_limit
 from resilient_train.core.mark import Marks
-from resilient_train.core.state import optimizer_tree, restore_optimizer
 from resilient_train.core.updater import Attempt, Updater
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.reader import ClipConfig
@@ -164,33 +163,6 @@ def test_a_rate_that_the_loop_sets_is_not_overwritten_silently(at: int) -> None:
         match=r"the loop set lr itself, to 0.5 where it was 1",
     ):
         update(updater, at)
-
-
-def test_a_rate_that_the_loop_sets_is_its_own() -> None:
-    """Without a schedule: remedies lower it, the loop finds it as it was, and a rewind leaves it as it is."""
-    groups: list[dict[str, Any]] = [
-        {"params": nn.Linear(1, 1).parameters()},
-        {"params": [nn.Parameter(torch.zeros(()))], "lr": 2.0},
-    ]
-    optimizer = torch.optim.SGD(groups, lr=1.0)
-    schedule = LoopSchedule(optimizer)
-    updater = Updater([optimizer], [schedule], Clipper(ClipConfig(None, None)), device=CPU)
-
-    def rates(step: int, lr: float = 1.0) -> list[float]:
-        return [one["lr"] for one in update(updater, step, lr).settings]
-
-    def found() -> list[float]:
-        return [group["lr"] for group in optimizer.param_groups]
-
-    early = deepcopy(optimizer_tree(optimizer)), deepcopy(schedule.state_dict())
-    assert rates(0) == rates(19) == [1.0, 2.0]
-    optimizer.param_groups[0]["lr"] = 0.1
-    assert rates(20) == [0.1, 2.0]
-    assert rates(21, lr=0.5) == [0.05, 1.0]
-    assert found() == [0.1, 2.0]
-    restore_optimizer(optimizer, early[0])  # a rewind
-    schedule.load_state_dict(early[1])
-    assert rates(15) == found() == [0.1, 2.0]
 
 
 def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:

@@ -20,7 +20,7 @@ from guarded import ROWS, SKIP, Net, Poison, rows
 from torch.nn import functional as F
 
 from resilient_train import Guard
-from resilient_train.core.tree import original_device
+from resilient_train.core.tree import original_device, taken_apart
 from resilient_train.data.trees import sha256
 from resilient_train.ground.reader import MemoryConfig
 
@@ -145,7 +145,8 @@ def test_a_snapshot_in_pinned_memory_is_the_state(kind: str) -> None:
     assert loop.digest() != before
     ring.restore(taken)
     assert loop.digest() == before
-    assert all(one.is_pinned() for one in taken.own if original_device(one).type == "cuda" and one.nbytes)
+    copies = [one for one in taken_apart(taken.parts)[1] if original_device(one).type == "cuda" and one.nbytes]
+    assert all(one.is_pinned() for one in copies)
 
 
 def test_overflows_of_half_precision_are_no_incidents() -> None:

@@ -239,12 +239,3 @@ def test_an_environment_of_another_is_left_alone(repository: Path, tmp_path: Pat
     assert (code, said.count("\n")) == (1, 1)
     assert "holds packages that this script did not install" in said
     assert not (repository / ".venv/stamp").exists()
-
-
-def test_a_missing_python_is_named_in_one_line(repository: Path) -> None:
-    """PYTHON that will not do: one line with its value, and nothing half-made."""
-    code, said = set_up(repository, PYTHON="no-such-python")
-    assert code == 1
-    assert "PYTHON=no-such-python is no Python 3.11 or newer" in said
-    assert said.count("\n") == 1
-    assert not (repository / ".venv").exists()

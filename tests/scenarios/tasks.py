@@ -1,4 +1,4 @@
-"""Programs as users write them, what strikes them, and what a run of them comes to: for the table of scenarios."""
+"""Programs as users write them; and at the end SCENARIOS: a program, what strikes it, its guard, what it comes to."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from resilient_train.data.trees import weights_sha256
+from resilient_train.ground.reader import MemoryConfig
 from resilient_train.loop.guard import Guard
 
 NEVER = 10**9
@@ -233,26 +234,6 @@ WEIGHED = CLASSIFY._replace(data=with_weights, loss=weighed)
 EARLY = (35, 645)  # rows of the third update, and of the forty-first
 
 
-class Mean(nn.Module):
-    """Fits the mean of all targets: its first loss is a million times that of later ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = nn.Parameter(torch.zeros(()))
-
-
-def far_targets() -> TensorDataset:
-    targets = 1000 + torch.randn(BLOBS, generator=torch.Generator().manual_seed(3))
-    return TensorDataset(targets, torch.ones(BLOBS).index_fill(0, torch.tensor([3]), 1e6))  # the second is not read
-
-
-def from_the_mean(model: Any, batch: Any) -> Tensor:
-    return (model.mean - batch[0]).square().mean()  # type: ignore[no-any-return]
-
-
-FIT_MEAN = Task(far_targets, Mean, from_the_mean, partial(torch.optim.SGD, lr=0.5), 60, 16, None)
-
-
 # ------------------------------------------------------------------------------------------- a regression that changes
 
 CHANGE = 160
@@ -283,10 +264,6 @@ def by_count(run: Running, model: Any, batch: Any, loss: Tensor) -> Tensor:
 
 def other_loss(run: Running, model: Any, batch: Any, loss: Tensor) -> Tensor:
     return 30 * F.l1_loss(model(batch[0]), batch[1]) if run.step >= CHANGE else loss
-
-
-def noisier(run: Running, model: Any, batch: Any, loss: Tensor) -> Tensor:
-    return F.mse_loss(model(batch[0] + torch.randn_like(batch[0])), batch[1]) if run.step >= CHANGE else loss
 
 
 def rotting(run: Running, model: Any, batch: Any, loss: Tensor) -> Tensor:
@@ -411,10 +388,6 @@ def scaled_sizes(model: Any, batch: Any) -> Tensor:
     return F.mse_loss(model(*batch[:2]), batch[2] + (batch[0][:, 3].abs() * model.offsets.detach()[0].exp()).log())
 
 
-def inverses(model: Any, batch: Any) -> Tensor:
-    return F.mse_loss(model(*batch[:2]), batch[2] + torch.linalg.inv(batch[0][:, 3, None, None].clone())[:, 0, 0])
-
-
 class Thrower(torch.autograd.Function):
     """Raises in its backward for large values."""
 
@@ -449,38 +422,15 @@ def counts(model: Any, batch: Any) -> Tensor:
     return torch.as_tensor(-torch.distributions.Poisson(rate).log_prob(seen).mean())  # type: ignore[no-untyped-call]
 
 
-def shares(model: Any, batch: Any) -> Tensor:
-    """A share that the model predicts, beyond 1 for some rows: a Beta distribution has no density there."""
-    x, sensors, _ = batch
-    beyond = model(x, sensors.clamp(max=4)).sigmoid() + (sensors == 7)
-    beta = torch.distributions.Beta(torch.tensor(2.0), torch.tensor(2.0))
-    return torch.as_tensor(-beta.log_prob(beyond).mean())  # type: ignore[no-untyped-call]
-
-
 def by_hand(chosen: Tensor) -> Tensor:
     if len(chosen) < 2:
         raise ValueError("too few of them")
     return chosen.square().mean()
 
 
-normalized = nn.BatchNorm1d(4)
-
-
 def chosen(how: Callable[[Tensor], Tensor], above: float) -> Callable[[Any, Any], Tensor]:
     """A loss that needs some rows of a kind, of which a batch may have none."""
     return lambda model, batch: squared(model, batch) + 0.1 * how(batch[0][batch[0][:, 0] > above])
-
-
-def strict(model: Any, batch: Any) -> Tensor:
-    if 4 in batch[1] and model.offsets[4].abs() > 0.01:  # which the first epoch has taught it
-        raise ValueError("that is off by too much")
-    return squared(model, batch)
-
-
-def with_a_rare_sensor() -> TensorDataset:
-    data = readings()
-    data.tensors[1].clamp_(max=3)[9] = 4
-    return data
 
 
 class Hidden(torch.autograd.Function):
@@ -571,12 +521,6 @@ def narrowing(model: Any, batch: Any) -> Tensor:
     return torch.as_tensor(-density.log_prob(batch[1]).mean())  # type: ignore[no-untyped-call]
 
 
-def drawn(model: Any, batch: Any) -> Tensor:
-    """Rows are drawn by chances that fall to 0 with the width."""
-    chosen = torch.multinomial(F.relu(model.width - 0.05).detach().repeat(16), 16, replacement=True)
-    return (model(batch[0]) - batch[1])[chosen].square().mean() + model.width.square()  # type: ignore[no-any-return]
-
-
 def inverted(model: Any, batch: Any) -> Tensor:
     """The matrix becomes singular with the width, and no patch has a value for its power."""
     power = torch.linalg.matrix_power(torch.diag(F.relu(model.width - 0.05).detach().repeat(3)), -1)
@@ -614,8 +558,6 @@ class Centres(nn.Module):
             sums, counts = of.T @ embedded.detach(), of.sum(0).unsqueeze(1)
             if self.how == "in place":  # a line of its own for each test: a patch lasts as long as the process
                 self.centres.copy_(sums / counts)
-            elif self.how == "replaced":
-                self.centres = torch.div(sums, counts)
             else:
                 self.centres = sums.div(counts)
         return loss
@@ -654,3 +596,162 @@ def with_a_nan() -> list[Tensor]:
 
 
 CARRIED = Task(with_a_nan, Carries, lambda model, batch: model(batch), partial(torch.optim.SGD, lr=0.01), 40, 8, None)
+
+
+# ------------------------------------------------------------------------------------------------------- the scenarios
+
+no_room = {"memory": MemoryConfig(every=25, keep=4, max_gib=1e-6), "disk": 25}
+
+
+def unproven(recovery: str, exit_code: int, kind: str | None, verdict: str) -> Scenario:
+    """The last remedy cannot show what it does before the planned end, and no state can be restored."""
+    ends = Ends(None, outcomes="gave_up unrecovered recurred", verdict=verdict, exit_code=exit_code, kind=kind)
+    guard = {**no_room, "recovery": recovery}
+    return Scenario(CLASSIFY._replace(steps=165), ends, shuffled_from(150), guard=guard)
+
+
+on_purpose = Ends(None, outcomes="recovered recurred", verdict="well", is_touched=False, rewinds=1, says="expect=[160]")
+limited = Ends(None, outcomes="recovered recurred unrecovered", first=0.1, breaks=True)
+
+SCENARIOS: dict[str, Scenario] = {
+    # A rate that leaps: the same samples at the rate of before. One that has risen for good is limited for good.
+    "a hot stretch": Scenario(
+        CLASSIFY._replace(steps=170),
+        Ends("rate", says="jumped x100 from step 100 to 101: look at the", loss=0),
+        rate=stretch(100, 100, 10),
+    ),
+    "a rate that is hot from a step on": Scenario(
+        CLASSIFY._replace(steps=220),
+        Ends("rate", says="jumped x200 from step 120 to 121: look at the", loss=0),
+        rate=stretch(200, 120, NEVER),
+    ),
+    "a hot stretch that is only observed": Scenario(
+        CLASSIFY._replace(steps=170),
+        Ends(None, outcomes="observed", verdict="observed", is_touched=False, rewinds=0),
+        rate=stretch(1000, 100, 30),
+        guard={"recovery": "observe"},
+    ),
+    # What does not return: the run ends on the best state that was proven, however much came after.
+    "labels that mean nothing": Scenario(
+        CLASSIFY._replace(steps=400),
+        Ends(None, outcomes="gave_up unrecovered recurred", exit_code=3, loss=0),
+        shuffled_from(150),
+        hands_over=True,
+        guard={"recovery": "conservative"},
+    ),
+    "losses that are NaN": Scenario(
+        CLASSIFY._replace(steps=400),
+        Ends(None, outcomes="gave_up unrecovered recurred", exit_code=3, loss=0),
+        nan_from(150),
+        hands_over=True,
+    ),
+    "a planned end without a way back": unproven("balanced", 3, None, "gave_up"),
+    "a planned end without a way back, skip": unproven("skip", 0, "verified", "unrecovered"),
+    # Damage that passes. A policy that only reports waits for it.
+    "a loss that jumps where the rate starts again": Scenario(
+        CLASSIFY._replace(steps=300),
+        Ends(None, outcomes="recovered"),
+        raised(lambda tick: (200 <= tick < 212) * 3),
+        rate=lambda step: 0.55 + 0.45 * math.cos(math.pi * (step % 200) / 200),
+        hands_over=True,
+    ),
+    "a loss that jumps, skip": Scenario(
+        CLASSIFY._replace(steps=300),
+        Ends(None, outcomes="recovered"),
+        raised(lambda tick: (150 <= tick < 162) * 3),
+        hands_over=True,
+        guard={"recovery": "skip"},
+    ),
+    "nothing is learned": Scenario(
+        CLASSIFY._replace(steps=120, optimizer=partial(torch.optim.SGD, lr=1e-9)),
+        Ends(verdict="no_progress"),
+    ),
+    # Bad rows.
+    "rows far out": Scenario(CLASSIFY._replace(data=far_out), Ends("data", rows=FAR, loss=1.15), twin=CLASSIFY),
+    "rows far out in the first updates": Scenario(
+        WEIGHED._replace(data=partial(with_weights, EARLY)),
+        Ends("data", rows=frozenset(EARLY), loss=1.15),
+        twin=WEIGHED,
+        guard={"shuffle": False},
+    ),
+    # Damage from outside.
+    "a weight that is written every fifty updates": Scenario(
+        CLASSIFY._replace(steps=200),
+        Ends("corruption", loss=0),
+        after=lambda run: run.model.last.weight[1, 2].fill_(500.0) if run.guard.clock.tick % 50 == 40 else None,
+    ),
+    "lost moments": Scenario(
+        CLASSIFY._replace(steps=200), Ends(None, outcomes="recovered", loss=1.15), after=at(100, lose_moments)
+    ),
+    "running statistics far off": Scenario(
+        NORMED._replace(steps=200),
+        Ends("corruption", signals="weights_jump", loss=0),
+        after=at(130, spoil_statistics(1e6)),
+        hands_over=True,
+    ),
+    # What changes on purpose goes on with the configured rate and all samples; damage of that size is undone.
+    "a penalty is switched on": Scenario(FIT, on_purpose._replace(rewinds=0), with_penalty),
+    "another loss": Scenario(FIT, on_purpose._replace(rewinds=0), other_loss),
+    "a penalty by a counter of the loop": Scenario(FIT, on_purpose, by_count, hands_over=True),
+    "another loss that is declared": Scenario(
+        FIT, Ends(verdict="well"), other_loss, hands_over=True, guard={"expect": [CHANGE]}
+    ),
+    "a head that is drawn again and again": Scenario(
+        FIT._replace(steps=400), Ends(None, verdict="well", is_touched=False, is_accepted=True), after=draw_again
+    ),
+    "a head that is drawn again, which is declared": Scenario(
+        FIT, Ends(), after=draw_once, hands_over=True, guard={"expect": [CHANGE]}
+    ),
+    "harder rows from a place on": Scenario(
+        FIT._replace(data=harder, steps=128, batch_size=4), Ends(None, rows=frozenset()), guard={"shuffle": False}
+    ),
+    "weights that are loaded once": Scenario(slow, Ends(first=0.4), after=load(1)),
+    "damage of the same size": Scenario(slow, Ends(None, loss=1.15), after=load(-1)),
+    # Updates are limited where a run explodes for other reasons than its rate, with which it is trained.
+    "targets in another unit": Scenario(IN_ANOTHER_UNIT, limited),
+    "a loss that is a sum": Scenario(SUMMED, limited),
+    "first weights that are too large": Scenario(EXPLODES, limited),
+    # What raises, and lines that rows break. A rare row is put away where the line computes of data alone: a value made
+    # up there would be made-up data; else the line is patched.
+    "rows that raise": Scenario(
+        READ._replace(data=partial(readings, BAD)),
+        Ends("data", "quarantine", "exception", rows=frozenset(BAD), says="index 7 is out of bounds"),
+        guard={"shuffle": False},
+    ),
+    "a row that breaks a logarithm": Scenario(
+        READ._replace(data=with_zeros(40), loss=sizes), Ends("data", "quarantine", rows=frozenset([40]), op="log")
+    ),
+    "many rows that break a logarithm": Scenario(
+        READ._replace(data=with_zeros(*range(0, 256, 10)), loss=sizes),
+        Ends("operation", "armor", rows=frozenset(), op="log"),
+    ),
+    "a row that breaks a line which weights enter": Scenario(
+        READ._replace(data=with_zeros(40), loss=scaled_sizes), Ends("operation", "armor", rows=frozenset(), op="log")
+    ),
+    "a row that raises in a backward": Scenario(
+        READ._replace(data=with_a_large_target, loss=thrown), Ends("data", "quarantine", rows=frozenset([5]))
+    ),
+    "a row that a density cannot be asked about": Scenario(
+        READ._replace(data=partial(readings, BAD), loss=counts), Ends("data", "quarantine", rows=frozenset(BAD))
+    ),
+    "a row whose values come from outside of torch": Scenario(
+        READ._replace(data=with_hidden, loss=hidden), Ends(None, "quarantine", rows=frozenset([9, 77]))
+    ),
+    "batches without enough of something": Scenario(
+        READ._replace(loss=chosen(by_hand, 0.7)), Ends("unknown", "skip", rows=frozenset(), op="statement")
+    ),
+    "batches without any": Scenario(
+        READ._replace(loss=chosen(lambda some: torch.cat([one.square() for one in some]).mean(), 1.2)),
+        Ends(None, op="cat"),
+    ),
+    "an error that does not come again": Scenario(READ, Ends("transient", "repeat", loss=0), raises_once(12)),
+    "a stream without an index": Scenario(READ._replace(data=streamed, loss=of_streamed), Ends(None, "skip armor")),
+    "a line that has no source": Scenario(VOLUMES, Ends(None, "skip quarantine", rows=frozenset(NO_VOLUME))),
+    # What every batch raises is patched where a patch has a value, as weights leave the domain or from the start on.
+    "a width that is learned away": Scenario(NARROWS, Ends(None, signals="exception", op="Normal")),
+    # State that a forward writes besides the weights. The line is found though the loss meets it in a later update.
+    "a buffer that is spoiled in place": Scenario(
+        centred("in place"), Ends("corruption operation", op="div", outcomes="recovered")
+    ),
+    "a state that is carried along": Scenario(CARRIED, Ends("data", rows=frozenset([37]))),
+}

@@ -148,4 +148,3 @@ def unscaled(marks: Marks) -> Iterator[None]:
         yield
     finally:
         marks.undo(before)
-        marks.release(before)

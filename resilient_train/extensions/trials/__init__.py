@@ -61,7 +61,7 @@ from resilient_train.ground.wording import counted, log, say
 from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_out_of_memory
 
-_TRIABLE = ("tighten_clip", "limit_update", "raise_eps")  # not lower_lr, which nearly always looks better for a while
+_TRIABLE = ("tighten_clip", "limit_update")  # not lower_lr, which nearly always looks better for a while
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
 _LONGEST_RACE = 48  # updates of an arm in a short run
 _USUAL_INTERVAL = 25  # updates between two snapshots
@@ -83,7 +83,7 @@ class Faster(NamedTuple):
 
 
 def _arms(key: str, nodes: Any) -> tuple[tuple[Action, ...], ...]:
-    return each_of(_arm, key, nodes, "must be a list of at least two arms, such as [[tighten_clip], [raise_eps]]", 2)
+    return each_of(_arm, key, nodes, "must be a list of at least two arms, such as [[tighten_clip], [limit_update]]", 2)
 
 
 def _arm(key: str, nodes: Any) -> tuple[Action, ...]:
@@ -385,7 +385,6 @@ class Trials(Extension):
             controls.advance(was_limited=attempt.is_limited)
         else:
             marks.undo(mark, keeps_scale=True)
-        marks.release(mark)
         self._made += 1
         parts.beat()
         # A loss scale that is too high is found out by an overflow.
@@ -447,7 +446,7 @@ class RateSearch(Hook):
             return
         run.checks.require_recovery(step, step)
         if run.checks.episode.is_open:
-            run.ring.keep_reference(step)
+            run.ring.keep_reference()
         fell = fact("weights_fell", share=found.left) if found.left < 1 else ()
         anomaly = Anomaly(Signal.NO_PROGRESS, step, run.clock.tick, found.since, check.evidence + fell)
         run.keeper.distrust(found.since)
@@ -470,7 +469,9 @@ def travelled(ring: Ring, agree: Callable[[float], float]) -> float:
     ring.copier.wait()
     older, newer = (one.parts["weights"] for one in ring.snapshots[-2:])
     moved = norm = 0.0
-    for name in newer.keys() - ring.snapshots[-1].shared.keys() & older.keys():
+    for name in newer.keys() & older.keys():
+        if newer[name] is older[name]:  # frozen
+            continue
         now = local_part(newer[name])
         moved += _square(now - local_part(older[name]))
         norm += _square(now)
