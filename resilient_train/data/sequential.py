@@ -6,7 +6,6 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from inspect import isgeneratorfunction
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -211,7 +210,7 @@ class LoaderSamples(FedSamples):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         kept = next((fed.start for fed in self._fed if fed.batches is not None or fed.rows), self.newest_stop)
         is_kept = state["position"] >= -self._least(-kept)
-        if (self._fed or self._older) and (is_kept or not state["loader"]):
+        if self._fed and (is_kept or not state["loader"]):
             super().load_state_dict(state)
             return
         self._fetch_again_from(state["position"])  # it is of an earlier process, or from before what is kept
@@ -242,12 +241,8 @@ class LoaderSamples(FedSamples):
             fed.fresh = [rebuilt(batch) for batch, _ in made]
 
     def _fetch_again_from(self, position: int) -> None:
-        for fed in self._fed:
-            self._drop_batches(fed)
-        before = [fed for fed in chain(self._older, self._fed) if fed.start < position]
-        self._fed.clear()
-        self._older.clear()
-        self._older.extend(before)
+        while self._fed and self._fed[-1].start >= position:
+            self._drop_batches(self._fed.pop())
         self.position = self.newest_stop = position
 
 

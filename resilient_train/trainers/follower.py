@@ -59,7 +59,6 @@ class Follower(ABC):
 
     def __init__(self) -> None:
         self.is_following = False  # from `follow` to `close`
-        self.taken = 0  # of the batches of the newest update
         self.is_left_out = False  # an earlier process skipped the newest update
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
         self.may_change = False  # its callbacks the gradients, after that
@@ -167,21 +166,15 @@ class Follower(ABC):
 
     # What the trainer's calls become.
 
-    def feed(self, batches: list[Any], places: list[Any], rows: Sequence[Sequence[int]] = ()) -> None:
-        """Take the micro-batches of the next update, or more of one for which the trainer has made no step yet, with
-        the places of the trainer before each of them.
+    def take(self, batch: Any, place: Any, rows: Sequence[int]) -> Any:
+        """Take a micro-batch of the next update, or of one for which the trainer has made no step yet, and return what
+        to run. `place` is that of the trainer before it.
         """
-        if self._is_open:
-            self.samples.cut(self.fed, self.taken)  # a callback may have ended the epoch
-        else:
-            self.fed, self.taken, self._loss = self.samples.feed(), 0, None
+        if not self._is_open:
+            self.fed, self._loss = self.samples.feed(), None
             self._is_open, self.is_left_out = True, self.samples.skips_newest
-        for number, (batch, place) in enumerate(zip(batches, places, strict=True)):
-            self.samples.feed_more(self.fed, batch, rows[number] if rows else ())
-            self.fed.places.append(place)
-
-    def next_batch(self) -> Any:
-        self.taken += 1
+        self.samples.feed_more(self.fed, batch, rows)
+        self.fed.places.append(place)
         if self._loss is not None:
             self.guard.update(self._loss)
         return next(self._batches)

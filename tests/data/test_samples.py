@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from multiprocessing import active_children
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from user_programs import Augmented, Counting, Fixed, RarelyRandom
 
 from resilient_train.core.transaction import Update
-from resilient_train.data.build import IterableEvaluation, MapEvaluation
+from resilient_train.data import build
 from resilient_train.data.samples import MapSamples, Samples, Slicing
 from resilient_train.data.sequential import LoaderSamples, RowStream
 from resilient_train.data.stream import Stream
@@ -244,11 +245,12 @@ def test_rows_differ_between_epochs_and_seeds() -> None:
 @pytest.mark.parametrize("rows", [1, 7, 12, 13])
 def test_evaluation_sees_every_row_once_with_equally_many_batches_on_every_rank(world: int, rows: int) -> None:
     """A rank without rows of its own still takes part, at weight zero."""
-    for build in (
-        lambda slicing: MapEvaluation(Augmented(rows), slicing, seed=0, collate=default_collate, num_workers=0),
-        lambda slicing: IterableEvaluation(Counting(rows), slicing, seed=0, collate=default_collate),
-    ):
-        dealt = [list(build(slicing).batches()) for slicing in slicings(world)]
+    for kind in (Augmented, Counting):
+        config: Any = SimpleNamespace(eval={"_target_": "rows"}, num_workers=0)
+        dealt = [
+            list(build.evaluation(kind(rows), config, slicing, seed=0, collate=default_collate).batches())
+            for slicing in slicings(world)
+        ]
         assert len({len(mine) for mine in dealt}) == 1
         seen = [index for mine in dealt for batch, weight in mine if weight for index in batch["index"].tolist()]
         assert sorted(seen) == list(range(rows))
