@@ -79,7 +79,9 @@ class Net(L.LightningModule):  # type: ignore[misc]
         return bool(self.trainer.global_step == self.at)
 
     def strikes(self, fault: str) -> bool:
-        if self.fault != fault or not self.is_time or self.was_struck:
+        """Of several ranks the last one is struck."""
+        is_last = self.trainer.global_rank == self.trainer.world_size - 1
+        if self.fault != fault or not self.is_time or self.was_struck or not is_last:
             return False
         self.was_struck = True
         return True
@@ -158,15 +160,14 @@ class Fitted:
 
 def trainer_of(place: Path, *, guarded: bool, callbacks: tuple[Any, ...] = (), **more: Any) -> Any:
     options = {name: more.pop(name) for name in ("recovery", "tracking") if name in more}
-    more = {"max_epochs": 3, "enable_checkpointing": False, "logger": Recorder(), "log_every_n_steps": 2, **more}
+    usual = {"max_epochs": 3, "enable_checkpointing": False, "logger": Recorder(), "log_every_n_steps": 2}
     return L.Trainer(
         accelerator="cpu",
-        devices=1,
         callbacks=[*callbacks, *([lightning.Guarded(**options)] if guarded else [])],
         default_root_dir=place,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **more,
+        **{"devices": 1, **usual, **more},
     )
 
 

@@ -18,7 +18,7 @@ from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.rows import Collate, Retries, no_watchdog
 from resilient_train.data.samples import Slicing
 from resilient_train.data.trees import rebuilt
-from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line
+from resilient_train.ground.errors import TrainError
 from resilient_train.ground.wording import log
 
 
@@ -100,7 +100,7 @@ class LoaderBatches:
 
     def _next_batch(self) -> Any:
         number, self.drawn = self.drawn, self.drawn + 1
-        retries, failed, ends = Retries(self.beat), "", 0
+        retries, ends = Retries(self.beat), 0
         while ends < 2:
             self.seed_for(number)
             try:
@@ -111,11 +111,8 @@ class LoaderBatches:
                 ends += 1
                 self._ended()
             except Exception as error:
-                failed = in_one_line(error)
                 retries.pause_or_raise(error, "fetching a batch of the loader")
                 self._failed()
-        if failed:
-            raise StorageFailed("a batch of the loader could not be fetched, and it cannot be iterated again", failed)
         raise TrainError("data: the loader is empty, or it has ended and cannot be iterated again: give one that can")
 
 
