@@ -132,10 +132,6 @@ class FedSamples(Samples):
         return next(fed for fed in reversed(self._fed) if fed.start == start)
 
     @property
-    def skips_newest(self) -> bool:
-        return self._is_skipped(self._fed[-1])
-
-    @property
     def is_behind(self) -> bool:
         """Say whether updates that were fetched are still to be made. Moves past those that are left out."""
         if next(self._ahead(), None) is not None:
@@ -143,12 +139,12 @@ class FedSamples(Samples):
         self.position = self.newest_stop
         return False
 
-    def _is_skipped(self, fed: Fed) -> bool:
+    def skips(self, fed: Fed) -> bool:
         return self.skipped.end_at(fed.start) != fed.start
 
     def _ahead(self) -> Iterator[Fed]:
         ahead = [*takewhile(lambda fed: fed.start >= self.position, reversed(self._fed))]
-        return (fed for fed in reversed(ahead) if (fed.batches or fed.rows) and not self._is_skipped(fed))
+        return (fed for fed in reversed(ahead) if (fed.batches or fed.rows) and not self.skips(fed))
 
     def _drop_batches(self, fed: Fed) -> None:
         self._kept_bytes -= fed.nbytes
@@ -163,7 +159,7 @@ class FedSamples(Samples):
 
     @property
     def next_start(self) -> int:
-        return next((fed.start for fed in self._ahead()), self.position)
+        return next((fed.start for fed in self._ahead()), self.skipped.end_at(self.newest_stop))
 
     def next_update(self) -> Update:
         fed, self._unserved = self._unserved or next(self._ahead(), None), None
@@ -183,9 +179,6 @@ class FedSamples(Samples):
     def handed_out(self, fed: Fed) -> list[Any]:
         """Return the batches in containers of their own: the trainer may take entries out of one."""
         return [rebuilt(batch) for batch in fed.batches or ()]
-
-    def go_back(self, update: Update) -> None:
-        self.position = update.start
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]

@@ -97,7 +97,7 @@ class Samples(ABC):
 
     def go_back(self, update: Update) -> None:
         """Move back to this update, one of the last two."""
-        self.load_state_dict({"position": update.start})
+        self.position, self._batches = update.start, None
 
     def skip(self, start: int, stop: int) -> None:
         """Skip these positions from now on, after rewinds too."""

@@ -173,10 +173,6 @@ class LoaderSamples(FedSamples):
         super().__init__(source.slicing, **more)
         self.loader, self.counts_batches, self._source = source.loader, source.counts_batches, source
 
-    @property
-    def next_start(self) -> int:
-        return next((fed.start for fed in self._ahead()), self.skipped.end_at(self.newest_stop))
-
     def next_update(self) -> Update:
         self._source.beat = self.beat
         while not self.is_behind:

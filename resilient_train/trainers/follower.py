@@ -172,7 +172,7 @@ class Follower(ABC):
         """
         if not self._is_open:
             self.fed, self._loss = self.samples.feed(), None
-            self._is_open, self.is_left_out = True, self.samples.skips_newest
+            self._is_open, self.is_left_out = True, self.samples.skips(self.fed)
         self.samples.feed_more(self.fed, batch, rows)
         self.fed.places.append(place)
         if self._loss is not None:
