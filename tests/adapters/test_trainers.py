@@ -136,6 +136,7 @@ def lightning(
     stream: bool = False,
     counts: bool = False,
     steps: int = 96,
+    at: int = lightning_programs.AT,
     schedule: Any = None,
     workers: int = 0,
     callbacks: tuple[Any, ...] = (),
@@ -148,7 +149,7 @@ def lightning(
     more = {"max_steps": steps, "max_epochs": -1, "callbacks": callbacks, "enable_checkpointing": saves > 0, **more}
     trainer = lightning_programs.trainer_of(place, guarded=guarded, **more)
     fault = {"bad_rows": "rows", "hot_lr": "rate"}.get(fault, fault)
-    module = (CountingNet if counts else lightning_programs.Net)(fault, schedule)
+    module = (CountingNet if counts else lightning_programs.Net)(fault, schedule, at)
     if stream:
         module.net[3].p = 0.0  # a resume does not restore the random numbers of Lightning
     rows = Stateful() if stream else lightning_programs.loader((17, 99) if fault == "rows" else (), workers)
