@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from resilient_train.core.randomness import Purpose, mix, preserved, seed_host
 from resilient_train.data.rows import Collate, Retries, no_watchdog
 from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
-from resilient_train.data.sequential import LoaderSamples, RowStream
+from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Key, Stream
 from resilient_train.data.trees import rebuilt
 from resilient_train.ground.errors import ConfigError
@@ -94,7 +94,7 @@ def samples(
         if num_workers:
             why = "an iterable data set is read in the training process, where it can be rewound exactly: use 0"
             raise ConfigError(of_workers, num_workers, why)
-        return LoaderSamples(RowStream(dataset, slicing, seed, collate), least=world.least)
+        return IterableSamples(dataset, slicing, seed, collate, least=world.least)
     stream = Stream(len(dataset), seed, shuffle=shuffle)
     pins = world.device.type == "cuda"
     return MapSamples(dataset, stream, slicing, collate=collate, num_workers=num_workers, pin_memory=pins)

@@ -27,7 +27,7 @@ from user_programs import Augmented, Counting, Fixed, RarelyRandom
 from resilient_train.core.transaction import Update
 from resilient_train.data import build
 from resilient_train.data.samples import MapSamples, Samples, Slicing
-from resilient_train.data.sequential import LoaderSamples, RowStream
+from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Stream
 from resilient_train.data.trees import sha256
 from resilient_train.zoo.hf import hf_dataset
@@ -40,8 +40,8 @@ def slicings(world: int) -> list[Slicing]:
     return [Slicing(BATCH, accumulation=4 // world, rank=rank, world=world) for rank in range(world)]
 
 
-def of_stream(dataset: Any, slicing: Slicing, seed: int = 0) -> LoaderSamples:
-    return LoaderSamples(RowStream(dataset, slicing, seed, default_collate))
+def of_stream(dataset: Any, slicing: Slicing, seed: int = 0) -> IterableSamples:
+    return IterableSamples(dataset, slicing, seed, default_collate)
 
 
 def over(dataset: Any, slicing: Slicing, seed: int = 5, workers: int = 0) -> Samples:
