@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -390,26 +389,13 @@ def test_where_no_row_helps_the_error_is_the_users_own(dataset: Any, options: di
     samples.close()
 
 
-def test_what_cannot_be_mended_is_raised_as_it_is() -> None:
-    """Whoever presses Ctrl-C while a row is fetched is heard; rows of an iterable have no index to be named by."""
-
+def test_an_interrupt_while_a_row_is_fetched_is_heard() -> None:
     class Interrupted(Augmented):
         def __getitem__(self, index: int) -> Any:
             raise KeyboardInterrupt
 
-    class Broken(Counting):
-        def __iter__(self) -> Any:
-            for row in super().__iter__():
-                if row["index"] == 12:
-                    raise OSError("the line is dead")
-                yield row
-
     with pytest.raises(KeyboardInterrupt):
         by_hand(Interrupted()).next_update()
-    samples = over(Broken(), Slicing(6))
-    batches(samples, 2)
-    with pytest.raises(OSError, match="the line is dead"):
-        samples.next_update()
 
 
 @pytest.fixture
@@ -443,19 +429,6 @@ def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -
     for line in caplog.messages:  # as it is met: by a signal, or by a pipe that is dead
         assert re.search("exited unexpectedly|Connection|EOF", line)
     samples.close()
-
-
-def test_workers_end_with_their_samples() -> None:
-    """At once, and not when the garbage collector comes."""
-    samples = by_hand(Augmented(40), workers=2)
-    samples.next_update()
-    workers = workers_of(samples)
-    gc.disable()
-    try:
-        del samples
-        assert not any(worker.is_alive() for worker in workers)
-    finally:
-        gc.enable()
 
 
 @pytest.mark.usefixtures("impatient")
