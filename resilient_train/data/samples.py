@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from operator import itemgetter
-from traceback import clear_frames
+from traceback import clear_frames, walk_tb
 from typing import Any
 
 import torch
@@ -208,8 +208,10 @@ class MapSamples(Samples):
         except Exception as error:
             trouble = in_one_line(error)
             clear_frames(error.__traceback__)  # torch's hold the error: a cycle that would keep the workers alive
-            workers = getattr(getattr(self._loader, "_iterator", None), "_workers", ())
-            lost_worker = self.num_workers > 0 and not (workers and all(worker.is_alive() for worker in workers))
+            # What a worker passes on is raised by torch's `reraise`, perhaps in words of the exception's own. Any other
+            # error is the worker's own: it dies or is dead.
+            is_passed_on = any(frame.f_code.co_name == "reraise" for frame, _ in walk_tb(error.__traceback__))
+            lost_worker = self.num_workers > 0 and not is_passed_on
         else:
             planned = self._plan.ahead.popleft()
             assert planned.start >= self.position
