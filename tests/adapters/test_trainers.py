@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,17 +164,14 @@ TRAINERS: dict[str, Train] = {"hugging_face": hugging_face, "lightning": lightni
 of_all = pytest.mark.parametrize("train", TRAINERS.values(), ids=TRAINERS)
 
 
-HEALTHY: dict[str, tuple[Train, Callable[[], dict[str, Any]]]] = {
-    "two batches an update": (hugging_face, dict),
-    "not clipped": (
-        hugging_face,
-        lambda: {"program": "vit", "gradient_accumulation_steps": 1, "max_grad_norm": -1.0},
-    ),
-    "a batch without a loss now and then": (lightning, lambda: {"fault": "none"}),
-    "stopped early": (lightning, lambda: {"callbacks": (EarlyStopping("val", patience=0, min_delta=10.0),)}),
+HEALTHY: dict[str, tuple[Train, dict[str, Any]]] = {
+    "two batches an update": (hugging_face, {}),
+    "not clipped": (hugging_face, {"program": "vit", "gradient_accumulation_steps": 1, "max_grad_norm": -1.0}),
+    "a batch without a loss now and then": (lightning, {"fault": "none"}),
+    "stopped early": (lightning, {"callbacks": (EarlyStopping("val", patience=0, min_delta=10.0),)}),
     "a last update of fewer batches": (
         lightning,
-        lambda: {
+        {
             "accumulate_grad_batches": 5,
             "max_steps": -1,
             "max_epochs": 2,
@@ -184,7 +182,7 @@ HEALTHY: dict[str, tuple[Train, Callable[[], dict[str, Any]]]] = {
     ),
     "bf16 and a schedule": (
         lightning,
-        lambda: {
+        {
             "precision": "bf16-mixed",
             "gradient_clip_val": 0.5,
             "steps": 40,
@@ -199,7 +197,7 @@ HEALTHY: dict[str, tuple[Train, Callable[[], dict[str, Any]]]] = {
 def test_a_healthy_run_is_that_without_the_guard(name: str, tmp_path: Path) -> None:
     """The same rows reach the loggers, and the weights and running statistics are the same bits."""
     train, more = HEALTHY[name]
-    plain, guarded = (train(tmp_path / str(one), guarded=one, **more()) for one in (False, True))
+    plain, guarded = (train(tmp_path / str(one), guarded=one, **deepcopy(more)) for one in (False, True))
     assert guarded[:3] == plain[:3]
     assert guarded.incidents == []
 
