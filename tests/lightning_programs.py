@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -79,7 +76,9 @@ class Net(L.LightningModule):  # type: ignore[misc]
         return bool(self.trainer.global_step == self.at)
 
     def strikes(self, fault: str) -> bool:
-        if self.fault != fault or not self.is_time or self.was_struck:
+        """Of several ranks the last one is struck."""
+        is_last = self.trainer.global_rank == self.trainer.world_size - 1
+        if self.fault != fault or not self.is_time or self.was_struck or not is_last:
             return False
         self.was_struck = True
         return True
@@ -131,63 +130,18 @@ class Net(L.LightningModule):  # type: ignore[misc]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule(optimizer), "interval": "step"}}
 
 
-@dataclass
-class Fitted:
-    trainer: Any
-    module: Net
-    rows: list[tuple[int | None, dict[str, float]]]
-    place: Path
-
-    @property
-    def weights(self) -> list[list[float]]:
-        return [value.double().reshape(-1).tolist() for value in self.module.state_dict().values()]
-
-    @property
-    def loss(self) -> float:
-        """Of the whole data without dropout."""
-        data = Rows()
-        self.module.eval()
-        with torch.no_grad():
-            return float(nn.functional.cross_entropy(self.module.net(data.x), data.y))
-
-    @property
-    def incidents(self) -> list[dict[str, Any]]:
-        lines = (self.place / "resilient_train" / "incidents.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-
 def trainer_of(place: Path, *, guarded: bool, callbacks: tuple[Any, ...] = (), **more: Any) -> Any:
     options = {name: more.pop(name) for name in ("recovery", "tracking") if name in more}
-    more = {"max_epochs": 3, "enable_checkpointing": False, "logger": Recorder(), "log_every_n_steps": 2, **more}
+    usual = {"max_epochs": 3, "enable_checkpointing": False, "logger": Recorder(), "log_every_n_steps": 2}
     return L.Trainer(
         accelerator="cpu",
-        devices=1,
         callbacks=[*callbacks, *([lightning.Guarded(**options)] if guarded else [])],
         default_root_dir=place,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **more,
+        **{"devices": 1, **usual, **more},
     )
 
 
 def loader(bad: tuple[int, ...] = (), workers: int = 0) -> DataLoader[Any]:
     return DataLoader(Rows(bad=bad), BATCH, shuffle=True, num_workers=workers)
-
-
-def fit(
-    place: Path,
-    fault: str = "",
-    *,
-    guarded: bool = True,
-    schedule: Any = None,
-    workers: int = 0,
-    at: int = AT,
-    patience: int | None = None,
-    **more: Any,
-) -> Fitted:
-    L.seed_everything(1, verbose=False)
-    if patience is not None:
-        more["callbacks"] = (EarlyStopping("val", patience=patience, min_delta=10.0),)
-    module, trainer = Net(fault, schedule, at), trainer_of(place, guarded=guarded, **more)
-    trainer.fit(module, loader((17, 99) if fault == "rows" else (), workers), DataLoader(Rows(64), 32))
-    return Fitted(trainer, module, trainer.logger.rows, place)

@@ -20,7 +20,7 @@ from resilient_train.command.config import Config, compose
 from resilient_train.core.randomness import Purpose, mix, preserved, seed_all
 from resilient_train.core.updater import Schedule
 from resilient_train.data import build as data
-from resilient_train.data.build import IterableEvaluation, MapEvaluation
+from resilient_train.data.build import Evaluation
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
 from resilient_train.durable import store as weights
@@ -44,7 +44,7 @@ class Run:
     bare_model: nn.Module  # the user's own
     objective: Measured
     guard: Guard
-    evaluation: MapEvaluation | IterableEvaluation | None
+    evaluation: Evaluation | None
     stop: Callable[[], bool]  # asked before each update
     beat: Callable[[], None]  # called whenever the run makes progress
     evaluated_at: int | None = None  # step

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
-from resilient_train.core.randomness import Purpose, mix, seed_host
-from resilient_train.data.rows import Collate, Retries, no_watchdog, seeded
+from resilient_train.core.randomness import Purpose, mix, preserved, seed_host
+from resilient_train.data.rows import Collate, Retries, no_watchdog
 from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
-from resilient_train.data.sequential import LoaderSamples, RowStream
+from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Key, Stream
-from resilient_train.ground.errors import ConfigError, TrainError
+from resilient_train.data.trees import rebuilt
+from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.reader import DataConfig
 from resilient_train.processes.world import World
 
 Weighted = tuple[Any, int]  # a batch and the number of its rows; 0 for a batch that only keeps ranks in step
 
 
-class MapEvaluation:
-    """Evaluation over a map-style data set, in order, with the same random numbers every time."""
+class Evaluation:
+    """Evaluation over a data set, in order, with the same random numbers every time."""
 
     def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate, num_workers: int) -> None:
         keys = [Key(seed, 0, row) for row in range(len(dataset))]
@@ -47,29 +47,19 @@ class MapEvaluation:
         del self._loader
 
 
-class IterableEvaluation:
-    """Evaluation over an iterable data set: every rank reads all of it, from its start, and evaluates its share."""
+class _InMemory:
+    """The rows of an iterable data set, read once; each time in containers of their own."""
 
-    def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate) -> None:
-        self.dataset, self.slicing, self.seed, self.collate = dataset, slicing, seed, collate
-        can_rewind = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-        self._pristine = copy.deepcopy(dataset.state_dict()) if can_rewind else None
+    def __init__(self, dataset: Any, seed: int) -> None:
+        with preserved(torch.device("cpu")):
+            seed_host(mix(Purpose.ROW, seed, 0))
+            self._rows = list(dataset)
 
-    def batches(self, beat: Callable[[], None] = no_watchdog) -> Iterator[Weighted]:
-        if self._pristine is not None:
-            self.dataset.load_state_dict(copy.deepcopy(self._pristine))
-        rows = seeded(self.dataset, self.seed)
-        number = self.slicing.rank
-        while group := list(islice(rows, self.slicing.batch_size * self.slicing.world)):
-            for batch, weight in zip(*_split(group, self.slicing), strict=True):
-                seed_host(mix(Purpose.COLLATE, self.seed, number))
-                yield self.collate(list(batch)), weight
-            number += self.slicing.world
-        if number < self.slicing.world:
-            raise TrainError("data.eval: the iterable data set gave no rows: it is empty, or can be read only once")
+    def __len__(self) -> int:
+        return len(self._rows)
 
-    def close(self) -> None:
-        """Do nothing: there are no workers."""
+    def __getitem__(self, row: int) -> Any:
+        return rebuilt(self._rows[row])
 
 
 def _split(items: Sequence[Any], slicing: Slicing) -> tuple[list[Sequence[Any]], list[int]]:
@@ -104,19 +94,19 @@ def samples(
         if num_workers:
             why = "an iterable data set is read in the training process, where it can be rewound exactly: use 0"
             raise ConfigError(of_workers, num_workers, why)
-        return LoaderSamples(RowStream(dataset, slicing, seed, collate), least=world.least)
+        return IterableSamples(dataset, slicing, seed, collate, least=world.least)
     stream = Stream(len(dataset), seed, shuffle=shuffle)
     pins = world.device.type == "cuda"
     return MapSamples(dataset, stream, slicing, collate=collate, num_workers=num_workers, pin_memory=pins)
 
 
-def evaluation(
-    dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate
-) -> MapEvaluation | IterableEvaluation:
+def evaluation(dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate) -> Evaluation:
     assert config.eval is not None
-    if not _is_map_style(dataset, "data.eval._target_", config.eval["_target_"]):
-        return IterableEvaluation(dataset, slicing, seed=seed, collate=collate)
-    return MapEvaluation(dataset, slicing, seed=seed, collate=collate, num_workers=config.num_workers)
+    key, path = "data.eval._target_", config.eval["_target_"]
+    if not _is_map_style(dataset, key, path):
+        dataset = _InMemory(dataset, seed)
+        _is_map_style(dataset, key, path)  # it may be empty
+    return Evaluation(dataset, slicing, seed=seed, collate=collate, num_workers=config.num_workers)
 
 
 def _is_map_style(dataset: Any, key: str, path: str) -> bool:

@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from resilient_train.ground.wording import log
 
 _MAX_BYTES_OF_DEVICE = 2**26  # of kept batches that are not in the memory of the host
 _MAX_BYTES = 2**30  # of kept batches: older ones are fetched again, or left out of a repetition
-_REMEMBERED = 512  # older updates whose rows are known
+_OLDER = 16  # updates to which no rewind goes back, and which a diagnosis may compare with
 
 
 @dataclass(slots=True)
@@ -71,8 +71,7 @@ class FedSamples(Samples):
         self.rows = len(dataset) if dataset is not None else 0
         self.stream, self._fetcher = Stream(self.rows, 0), RepeatableBatches(dataset, collate or list)
         self.skipped = self.stream.skipped
-        self._fed: deque[Fed] = deque()  # that may come again
-        self._older = deque[Fed](maxlen=_REMEMBERED)  # without their batches
+        self._fed: deque[Fed] = deque()  # that may come again, and a few older ones
         self._kept_bytes = 0  # of all batches that are kept
         self._has_dropped = False
         self.newest_stop = self.position  # the end of everything that was fetched
@@ -100,13 +99,6 @@ class FedSamples(Samples):
             self._served.keys[:] = fed.keys
         self.keep(fed, batch)
 
-    def cut(self, fed: Fed, count: int) -> None:
-        """Forget the micro-batches of the newest update that follow its first `count`, which were not taken."""
-        assert fed.batches is not None
-        served = [self._served.batches, self._served.keys] if self._served and fed is self.current else []
-        for every in (fed.batches, fed.rows, fed.places, *served):
-            del every[count:]
-
     def keep(self, fed: Fed, made: Any) -> None:
         """Count what was added to an update, and drop the batches of older ones if all take too much."""
         tensors = [leaf for leaf in leaves(made) if isinstance(leaf, torch.Tensor | np.ndarray)]
@@ -133,18 +125,11 @@ class FedSamples(Samples):
             return self.collated(keys), [key.row for key in keys]
 
     def forget_before(self, position: int) -> None:
-        while self._fed and self._fed[0].start < position:
-            fed = self._fed.popleft()
-            self._drop_batches(fed)
-            self._older.append(fed)
+        while self._fed and self._fed[0].start < position - _OLDER * self.slicing.samples:
+            self._drop_batches(self._fed.popleft())
 
     def at(self, start: int) -> Fed:
-        known = chain(reversed(self._fed), reversed(self._older))
-        return next(fed for fed in known if fed.start == start)
-
-    @property
-    def skips_newest(self) -> bool:
-        return self._is_skipped(self._fed[-1])
+        return next(fed for fed in reversed(self._fed) if fed.start == start)
 
     @property
     def is_behind(self) -> bool:
@@ -154,12 +139,12 @@ class FedSamples(Samples):
         self.position = self.newest_stop
         return False
 
-    def _is_skipped(self, fed: Fed) -> bool:
+    def skips(self, fed: Fed) -> bool:
         return self.skipped.end_at(fed.start) != fed.start
 
     def _ahead(self) -> Iterator[Fed]:
         ahead = [*takewhile(lambda fed: fed.start >= self.position, reversed(self._fed))]
-        return (fed for fed in reversed(ahead) if (fed.batches or fed.rows) and not self._is_skipped(fed))
+        return (fed for fed in reversed(ahead) if (fed.batches or fed.rows) and not self.skips(fed))
 
     def _drop_batches(self, fed: Fed) -> None:
         self._kept_bytes -= fed.nbytes
@@ -174,7 +159,7 @@ class FedSamples(Samples):
 
     @property
     def next_start(self) -> int:
-        return next((fed.start for fed in self._ahead()), self.position)
+        return next((fed.start for fed in self._ahead()), self.skipped.end_at(self.newest_stop))
 
     def next_update(self) -> Update:
         fed, self._unserved = self._unserved or next(self._ahead(), None), None
@@ -195,9 +180,6 @@ class FedSamples(Samples):
         """Return the batches in containers of their own: the trainer may take entries out of one."""
         return [rebuilt(batch) for batch in fed.batches or ()]
 
-    def go_back(self, update: Update) -> None:
-        self.position = update.start
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
         first = next((fed.start for fed in self._ahead()), self.newest_stop)
@@ -205,11 +187,12 @@ class FedSamples(Samples):
 
     def close(self) -> None:
         self._fed.clear()
-        self._older.clear()
 
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
-        within = [fed for fed in chain(self._older, self._fed) if start <= fed.start < stop]
-        return tuple(sorted({row for fed in within if not self._is_skipped(fed) for rows in fed.rows for row in rows}))
+        return ()  # asked by a process that has fetched nothing yet
+
+    def have_passed(self, keys: Sequence[Key]) -> bool:
+        return False  # which epoch they are of is not known
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
         return self.at(start).keys

@@ -6,7 +6,7 @@ import errno
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any, NamedTuple
@@ -90,14 +90,15 @@ def with_substitutes(keys: Sequence[Key], stream: Stream, rows: RepeatableBatche
     try:
         return rows.collated(keys), keys, ()
     except Exception:
-        fetched, raised = fetched_again(keys, rows, retries)
+        fetched, raised = _fetched_again(keys, rows, retries)
         if not raised:
             with suppress(Exception):
-                return rows.of_rows(fetched, keys), keys, ()
+                return rows.of_rows([rebuilt(fetched[key]) for key in keys], keys), keys, ()
         of_storage = [error for error in raised.values() if may_pass(error)]
         for draw in range(_DRAWS if len(of_storage) < max(_STORM, len(keys) / 4) else 0):
             for other in stream.others(keys[:1], draw, without=raised):
-                if (made := _without_bad_rows(keys, raised, other, rows, Retries(retries.beat))) is not None:
+                added, failed = _fetched_again([other], rows, Retries(retries.beat))
+                if not failed and (made := _without_bad_rows(keys, raised, other, fetched | added, rows)) is not None:
                     return made
         if of_storage:
             what = f"{len(of_storage)} of {len(keys)} rows of a batch could not be fetched"
@@ -105,54 +106,52 @@ def with_substitutes(keys: Sequence[Key], stream: Stream, rows: RepeatableBatche
         raise
 
 
-def fetched_again(
+def _fetched_again(
     keys: Sequence[Key], rows: RepeatableBatches, retries: Retries
-) -> tuple[list[Any], dict[int, Exception]]:
+) -> tuple[dict[Key, Any], dict[int, Exception]]:
     """Fetch rows one by one, with retries. Returns the fetched rows, and the errors of the others by row."""
-    fetched: dict[int, Any] = {}  # by place: a row may be at two places
+    fetched: dict[Key, Any] = {}
     for tries in count(1):
         raised: dict[int, Exception] = {}
-        for place, key in enumerate(keys):
-            if place not in fetched:
+        for key in keys:
+            if key not in fetched:
                 try:
-                    fetched[place] = rows.fetch(key)
+                    fetched[key] = rows.fetch(key)
                 except Exception as error:
                     raised[key.row] = error
                 retries.beat()
         passing = next((error for error in raised.values() if may_pass(error)), None)
         if passing is None or (tries > 1 and not retries.pause(passing, f"{len(raised)} of {len(keys)} rows")):
             break
-    return [fetched[place] for place in sorted(fetched)], raised
+    return fetched, raised
 
 
 def _without_bad_rows(
-    keys: Sequence[Key], raised: Mapping[int, Exception], other: Key, rows: RepeatableBatches, retries: Retries
+    keys: Sequence[Key],
+    raised: Mapping[int, Exception],
+    other: Key,
+    fetched: Mapping[Key, Any],
+    rows: RepeatableBatches,
 ) -> Made | None:
-    """Make the batch with `other` for rows that raise or do not collate; None if it does not help."""
+    """Make the batch with `other` for rows that raised, or do not collate next to it; None if it does not help."""
 
-    def made(some: Sequence[Key]) -> tuple[Any, Exception | None]:
-        try:
-            # With retries: an error that passes would be taken as proof that rows are bad, or that they are not.
-            fetched, failed = fetched_again(some, rows, retries)
-            return (None, next(iter(failed.values()))) if failed else (rows.of_rows(fetched, some), None)
-        except Exception as error:
-            return None, error
-
-    def mixed() -> list[Key]:
-        return [other if key.row in bad else key for key in keys]
+    def made(some: Sequence[Key]) -> Any:
+        return rows.of_rows([rebuilt(fetched[key]) for key in some], some)  # a collate function may change rows
 
     bad = dict(raised)
-    batch, error = made(mixed())
-    if error is not None:  # a row that does not collate raises again next to another
-        errors = {key.row: made([other, key])[1] for key in keys if key.row not in bad}
-        odd = {row: why for row, why in errors.items() if why is not None} if len(keys) > 1 else {keys[0].row: error}
-        if len(odd) > max(1, (len(keys) - 1) // 2):
-            return None  # the other one is odd itself, or two rows never collate
-        bad |= odd
-        batch, error = made(mixed())
-    if error is not None:
+    for key in keys:
+        if key.row not in bad:
+            try:
+                made([other, key])
+            except Exception as error:
+                bad[key.row] = error
+    if len(bad) - len(raised) > max(1, (len(keys) - 1) // 2):
+        return None  # the other one is odd itself, or two rows never collate
+    mixed = [other if key.row in bad else key for key in keys]
+    try:
+        return made(mixed), mixed, [FailedRow(row, in_one_line(why)) for row, why in bad.items()]
+    except Exception:
         return None
-    return batch, mixed(), [FailedRow(row, in_one_line(why)) for row, why in bad.items()]
 
 
 Collate = Callable[[list[Any]], Any]
@@ -201,19 +200,6 @@ class RepeatableBatches:
         rows = [key.row for key in keys]
         fetch_many = getattr(self.dataset, "__getitems__", None)
         return list(fetch_many(rows)) if fetch_many else [self.dataset[row] for row in rows]
-
-
-def seeded(dataset: Iterable[Any], seed: int) -> Iterator[Any]:
-    """Yield the rows of an iterable data set, each with its own random numbers."""
-    seed_host(mix(Purpose.ROW, seed, 0))  # some data sets fetch their first row in iter()
-    rows = iter(dataset)
-    for number in count():
-        seed_host(mix(Purpose.ROW, seed, number))
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        yield row
 
 
 class _Probe:

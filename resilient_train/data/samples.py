@@ -97,7 +97,7 @@ class Samples(ABC):
 
     def go_back(self, update: Update) -> None:
         """Move back to this update, one of the last two."""
-        self.load_state_dict({"position": update.start})
+        self.position, self._batches = update.start, None
 
     def skip(self, start: int, stop: int) -> None:
         """Skip these positions from now on, after rewinds too."""
@@ -148,7 +148,7 @@ class Samples(ABC):
     def have_passed(self, keys: Sequence[Key]) -> bool:
         """Whether all of these rows came in an earlier epoch, and were not skipped with their update there."""
         left_out = {key.row for span in self.skipped.spans for key in self.stream.keys(*span)}
-        return not self.is_fed and all(key.epoch > 0 and key.row not in left_out for key in keys)
+        return all(key.epoch > 0 and key.row not in left_out for key in keys)
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
         return self.slicing.of_this_rank(self.stream.take(start, self.slicing.samples).keys)
@@ -196,7 +196,8 @@ class MapSamples(Samples):
         self._fetcher = RepeatableBatches(dataset, collate)
         self._plan = _Plan(stream, slicing)
         self._loader: DataLoader[Any] | None = None
-        self._trouble_until: int | None = None  # the end of the last update that took a second try
+        self._has_warned = False  # that rows had to be fetched again
+        self._lost_until = 0  # the end of the last update in which a worker was lost
 
     def next_update(self) -> Update:
         """An error from a worker does not say which row raised it: the rows are then fetched again in this process."""
@@ -252,18 +253,19 @@ class MapSamples(Samples):
             batches.append(batch)
             keys.append(mixed)
             failed |= {row.row: row for row in bad}
+        is_again = self._lost_until == span.start > 0
         if not failed:  # a worker that died, a disk that was away for a moment
-            is_again, is_first = self._trouble_until == span.start, self._trouble_until is None
             # Rows that fail now and then are reported once; the death of a worker costs seconds every time.
-            if is_first or retries.pauses or (lost_worker and not is_again):
+            if not self._has_warned or retries.pauses or (lost_worker and not is_again):
                 log.warning("data: %s; the same rows arrived at another try, and training continues", trouble)
-            self._trouble_until = span.stop
-            if lost_worker:
-                self._loader = None  # a loader that has lost a worker cannot be iterated again
-                if is_again:
-                    self.num_workers = 0
-                    why = "workers fail at once, for example because shared memory is missing"
-                    log.warning("data: %s: rows are fetched without them", why)
+            self._has_warned = True
+        if lost_worker:
+            self._loader = None  # a loader that has lost a worker cannot be iterated again
+            if is_again:
+                self.num_workers = 0
+                why = "workers fail at once, for example because shared memory is missing"
+                log.warning("data: %s: rows are fetched without them", why)
+            self._lost_until = span.stop
         self.position = span.stop
         return Update(span.start, span.stop, batches, keys, tuple(failed.values()))
 

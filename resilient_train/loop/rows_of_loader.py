@@ -13,7 +13,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from resilient_train.data.sequential import LoaderBatches, LoaderSamples
+from resilient_train.data.sequential import LoaderSamples
 
 
 class _Like:
@@ -108,14 +108,14 @@ class _Order(_Like):
         yield from self.own
 
 
-class _NumberedLoader(LoaderBatches):
+class _NumberedSamples(LoaderSamples):
     """It continues at any batch without fetching those before it, but for two.
 
     What an epoch depends on is noted at its first batch: the state of the loader's generator, and Accelerate's count.
     """
 
-    def __init__(self, loader: Any, *more: Any) -> None:
-        super().__init__(loader, *more)
+    def __init__(self, loader: Any, *more: Any, **options: Any) -> None:
+        super().__init__(loader, *more, **options)
         base = getattr(loader, "base_dataloader", loader)
         samplers = [base, base.batch_sampler]
         for name in ("batch_sampler", "sampler"):  # of Accelerate's shard, and of torch's
@@ -172,5 +172,5 @@ def samples_of(loader: Any, least: Callable[[float], float], *more: Any) -> Load
             def made(rows: list[Any]) -> Any:
                 return collate(rows) if device is None else send_to_device(collate(rows), device)
 
-            return LoaderSamples(_NumberedLoader(own, *more), dataset=dataset, collate=made, least=least)
-    return LoaderSamples(LoaderBatches(loader, *more), least=least)
+            return _NumberedSamples(own, *more, dataset=dataset, collate=made, least=least)
+    return LoaderSamples(loader, *more, least=least)

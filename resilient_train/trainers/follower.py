@@ -59,8 +59,6 @@ class Follower(ABC):
 
     def __init__(self) -> None:
         self.is_following = False  # from `follow` to `close`
-        self.taken = 0  # of the batches of the newest update
-        self.is_left_out = False  # an earlier process skipped the newest update
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
         self.may_change = False  # its callbacks the gradients, after that
         self.number = 0  # of the micro-batch that is run or replayed, in its update
@@ -167,21 +165,14 @@ class Follower(ABC):
 
     # What the trainer's calls become.
 
-    def feed(self, batches: list[Any], places: list[Any], rows: Sequence[Sequence[int]] = ()) -> None:
-        """Take the micro-batches of the next update, or more of one for which the trainer has made no step yet, with
-        the places of the trainer before each of them.
+    def take(self, batch: Any, place: Any, rows: Sequence[int]) -> Any:
+        """Take a micro-batch of the next update, or of one for which the trainer has made no step yet, and return what
+        to run. `place` is that of the trainer before it.
         """
-        if self._is_open:
-            self.samples.cut(self.fed, self.taken)  # a callback may have ended the epoch
-        else:
-            self.fed, self.taken, self._loss = self.samples.feed(), 0, None
-            self._is_open, self.is_left_out = True, self.samples.skips_newest
-        for number, (batch, place) in enumerate(zip(batches, places, strict=True)):
-            self.samples.feed_more(self.fed, batch, rows[number] if rows else ())
-            self.fed.places.append(place)
-
-    def next_batch(self) -> Any:
-        self.taken += 1
+        if not self._is_open:
+            self.fed, self._loss, self._is_open = self.samples.feed(), None, True
+        self.samples.feed_more(self.fed, batch, rows)
+        self.fed.places.append(place)
         if self._loss is not None:
             self.guard.update(self._loss)
         return next(self._batches)
@@ -192,22 +183,18 @@ class Follower(ABC):
 
     def land(self) -> torch.Tensor | None:
         """Land the newest update. Returns its loss if it was retried; NaN if it was left out at last."""
-        try:
-            loss = self._land()
-        finally:  # also where the policy gives up
-            self._rename_damaged()
-        self._is_open = False
-        return loss
-
-    def _land(self) -> torch.Tensor | None:
         fed = self.fed
-        if self.is_left_out:
-            self.guard.leave_out()
+        if self.samples.skips(fed):  # since an earlier process
+            self.leave_out()
             return torch.full((), torch.nan)
         fed.settings = self._scheduled()
         assert self._loss is not None, "no forward and backward before the step"
-        loss = None if self._landed(fed, self._loss) else self.catch_up()
+        try:
+            loss = None if self._landed(fed, self._loss) else self.catch_up()
+        finally:  # also where the policy gives up
+            self._rename_damaged()
         self._put_back(fed.settings)
+        self._is_open = False
         return loss
 
     @property
@@ -243,9 +230,9 @@ class Follower(ABC):
 
     def leave_out(self) -> None:
         """Leave out the newest update: its buffers stay if they are finite, for which the host waits for the device."""
-        self._is_open = False
-        self.guard.leave_out(keeps_buffers=not self.is_left_out)
-        if not self.is_left_out:
+        self._is_open, is_new = False, not self.samples.skips(self.fed)
+        self.guard.leave_out(keeps_buffers=is_new)
+        if is_new:
             self.samples.skip(self.fed.start, self.fed.stop)
 
     def examine(self, *, is_end: bool = False) -> None:

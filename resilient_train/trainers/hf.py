@@ -75,7 +75,8 @@ class Guarding(Follower):
     def __init__(self, trainer: Any, options: dict[str, Any], resumes_from: Any) -> None:
         super().__init__()
         self.trainer, self.options = trainer, options
-        self.rows: list[Any] = []  # of the batches that are being fetched
+        self.rows: list[Any] = []  # of the batches that were fetched, and are not run yet
+        self.place = _Place(0, None, None)  # where the trainer was when it fetched them
         self.loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
         self._resumes_from = Path(resumes_from) if resumes_from else None  # a checkpoint of the trainer
         self._plain_step = trainer.training_step
@@ -199,16 +200,15 @@ class Guarding(Follower):
             self.begin()
         self.rows = []
         batches, items = plain(self.healthy(epoch_iterator), num_batches, device)
-        if batches:
-            place = self._place()._replace(items=items, share=len(batches))
-            self.feed(batches, [place] * len(batches), self.rows)
+        self.place = self._place()._replace(items=items, share=len(batches))
         return batches, items
 
     def _training_step(self, plain: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        if not self.taken:
+        if not self._is_open:
             self.loss_before = self.trainer._tr_loss.clone()
-        self.number = self.taken
-        loss: torch.Tensor = plain(model, self.next_batch(), num_items_in_batch)
+        batch = self.take(inputs, self.place, self.rows.pop(0))
+        self.number = len(self.fed.places) - 1
+        loss: torch.Tensor = plain(model, batch, num_items_in_batch)
         self.note(loss * self.trainer.current_gradient_accumulation_steps)  # of which it is a share
         return loss
 

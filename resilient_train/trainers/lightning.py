@@ -151,8 +151,7 @@ class Fit(Follower):
         if not self._is_open:
             self._has_gradients, self._output = False, None
             self._logged = Logged(self._trainer)
-        self.feed([batch], [self._place()._replace(batch=index)], [rows])
-        kwargs = OrderedDict(kwargs, batch=self.next_batch())
+        kwargs = OrderedDict(kwargs, batch=self.take(batch, self._place()._replace(batch=index), rows))
         self.note(self._zero())  # for a training_step without a loss
         return kwargs
 

@@ -1,28 +1,28 @@
-"""A Trainer of transformers under the guard: untouched while healthy, cured when struck."""
+"""What only a Trainer of transformers has: how it carries updates, evaluates, saves, logs, and what it refuses."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning
 import pytest
 import torch
 from guarded import is_finite
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 pytest.importorskip("transformers")
 
 import hf_programs as programs
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from hf_ranks import on_two_ranks
 from kills import incidents as listed
+from kills import summary
+from transformers import TrainerCallback
 
 import resilient_train
-from resilient_train import GaveUp, Guard
+from resilient_train import Guard
 from resilient_train.data.trees import sha256
 from resilient_train.trainers.follower import OLDEST
 
@@ -48,92 +48,6 @@ def trained(program: str, output: Path, fault: str = "", *, guarded: bool = True
         assert resilient_train.hf.guard(trainer) is trainer
     trainer.train()
     return trainer
-
-
-class Ended(NamedTuple):
-    weights: str
-    rows: list[dict[str, float]]
-
-
-@pytest.fixture(scope="module")
-def unguarded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
-    """Train without a guard and without a fault, once for all tests that compare with it."""
-    made: dict[str, Ended] = {}
-
-    def once(program: str, **more: Any) -> Ended:
-        if (key := f"{program} {more}") not in made:
-            trainer = trained(program, tmp_path_factory.mktemp("unguarded"), guarded=False, **more)
-            made[key] = Ended(weights(trainer), rows(trainer))
-        return made[key]
-
-    return once
-
-
-@pytest.mark.parametrize(
-    ("program", "more"), [("llama", {}), ("vit", {"gradient_accumulation_steps": 1, "max_grad_norm": -1.0})]
-)
-def test_a_healthy_trainer_ends_with_the_same_bits_and_logs(
-    program: str, more: dict[str, Any], tmp_path: Path, unguarded: Callable[..., Ended]
-) -> None:
-    plain = unguarded(program, **more)
-    guarded = trained(program, tmp_path / "guarded", **more)
-    assert weights(guarded) == plain.weights
-    assert rows(guarded) == plain.rows
-    assert incidents(tmp_path / "guarded") == []
-    assert type(guarded).__name__ == "Struck"
-
-
-@pytest.mark.parametrize(
-    ("fault", "signal", "cause"),
-    [("nan_batch", "nonfinite_loss", "transient"), ("bit_flip", "weights_jump", "corruption")],
-)
-def test_what_strikes_once_leaves_no_trace(
-    fault: str, signal: str, cause: str, tmp_path: Path, unguarded: Callable[..., Ended]
-) -> None:
-    healthy = unguarded("llama")
-    struck = trained("llama", tmp_path / "struck", fault)
-    [incident] = incidents(tmp_path / "struck")
-    assert (incident["signal"], incident["cause"], incident["outcome"]) == (signal, cause, "recovered")
-    assert struck.state.global_step == 60
-    assert weights(struck) == healthy.weights
-    assert [row["loss"] for row in rows(struck) if "loss" in row][:5] == [
-        row["loss"] for row in healthy.rows if "loss" in row
-    ][:5]
-    assert all(row["loss"] == row["loss"] for row in rows(struck) if "loss" in row)  # no NaN in the logs
-
-
-def test_bad_rows_are_named_and_left_out_also_after_a_resume(tmp_path: Path) -> None:
-    struck = trained("gpt2", tmp_path, "bad_rows", save_strategy="steps", save_steps=50)
-    named = [incident["rows"] for incident in incidents(tmp_path)]
-    assert sorted(named) == [[17], [99]]
-    assert all(incident["cause"] == "data" for incident in incidents(tmp_path))
-    assert is_finite(struck.model)
-    again = programs.trainer("gpt2", tmp_path, "bad_rows", steps=80)
-    resilient_train.hf.guard(again).train(resume_from_checkpoint=str(tmp_path / "checkpoint-50"))
-    assert again.state.global_step == 80
-    assert len(incidents(tmp_path)) == 2
-
-
-def folders(output: Path) -> set[str]:
-    return {folder.name for folder in output.iterdir() if "checkpoint" in folder.name}
-
-
-@pytest.mark.parametrize("recovery", ["balanced", "off"])
-def test_a_checkpoint_from_after_the_damage_began_is_renamed(recovery: str, tmp_path: Path) -> None:
-    (tmp_path / f"unverified-checkpoint-{programs.AT + 2}").mkdir()  # of an earlier run
-    trainer = programs.trainer("vit", tmp_path, "hot_lr", save_strategy="steps", save_steps=2)
-    resilient_train.hf.guard(trainer, recovery=recovery)
-    with pytest.raises(GaveUp) if recovery == "off" else nullcontext():
-        trainer.train()
-    [since] = {incident["since"] for incident in incidents(tmp_path) if incident["landed"]} or [programs.AT]
-    saved = folders(tmp_path)
-    assert f"checkpoint-{since}" in saved
-    assert f"unverified-checkpoint-{programs.AT + 2}-2" in saved
-    if recovery == "off":
-        assert max(int(name.rpartition("-")[2]) for name in saved if name.startswith("checkpoint")) <= since
-    else:  # the learning rate was 100 times as high for ten updates
-        assert programs.evaluation_loss(trainer) < 1.0
-        assert trainer.state.global_step == 60
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
@@ -162,44 +76,6 @@ def test_batches_that_do_not_fill_an_update_are_carried_into_the_next_pass(tmp_p
     guarded = of_a_stream(tmp_path / "guarded", Stream(rows=40), steps=12, gradient_accumulation_steps=4)
     guarded.train()
     assert weights(guarded) == weights(plain)
-
-
-def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path) -> None:
-    of_a_stream(tmp_path, Stream(bad=100), save_strategy="steps", save_steps=10, steps=20).train()
-    [incident] = incidents(tmp_path)
-    assert incident["actions"] == [{"remedy": "skip"}]
-    again = of_a_stream(tmp_path, Stream(bad=100), steps=25)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
-    assert again.state.global_step == 25
-    assert len(incidents(tmp_path)) == 1
-    assert is_finite(again.model)
-
-
-def test_a_resume_finds_the_run_directory_of_its_checkpoint(tmp_path: Path) -> None:
-    trained("vit", tmp_path, steps=4)
-    trained("vit", tmp_path, "bad_rows", steps=30, save_strategy="steps", save_steps=30)
-    second = tmp_path / "resilient_train-2"
-    assert len(listed(second)) == 2
-    again = programs.trainer("vit", tmp_path, "bad_rows", steps=34)
-    resilient_train.hf.guard(again).train(resume_from_checkpoint=True)
-    assert len(listed(second)) == 2
-    assert not (tmp_path / "resilient_train-3").exists()
-
-
-def test_two_ranks_meet_the_same_incidents(tmp_path: Path) -> None:
-    """Trained one after the other: guarded, observed and plain with bad rows; and an error of one rank is that error.
-
-    Observed they end as plain ones, bit for bit, with weights of NaN, and with one incident.
-    """
-    code, said = on_two_ranks(tmp_path, "bad_rows", "plain+bad_rows", "observe+bad_rows", "raises")
-    assert code not in (0, None)
-    assert "ZeroDivisionError" in said
-    digests = {one.name: one.read_text() for one in tmp_path.glob("*bad_rows-[01]")}
-    assert len(digests) == 6, said
-    assert digests["bad_rows-0"] == digests["bad_rows-1"]
-    assert len({digest for name, digest in digests.items() if "+" in name}) == 1
-    assert [incident["outcome"] for incident in incidents(tmp_path / "bad_rows")] == ["recovered"] * 2
-    assert [incident["outcome"] for incident in incidents(tmp_path / "observe+bad_rows")] == ["observed"]
 
 
 @pytest.mark.parametrize(
@@ -254,16 +130,6 @@ def test_the_page_has_the_versions_that_are_supported() -> None:
     assert f"`lightning` {OLDEST['lightning']} or newer" in page
 
 
-def test_an_error_of_the_user_passes_through_and_the_trainer_is_as_before(tmp_path: Path) -> None:
-    trainer = resilient_train.hf.guard(programs.trainer("vit", tmp_path, steps=4))
-    plain, trainer.compute_loss = trainer.compute_loss, lambda *_, **__: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    trainer.compute_loss = plain
-    trainer.train()
-    assert trainer.state.global_step == 4
-
-
 def test_the_lines_of_the_page_guard_a_trainer(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
     [lines] = re.findall(r"```python\n(.*?hf\.guard.*?)```", page, re.DOTALL)
@@ -272,3 +138,140 @@ def test_the_lines_of_the_page_guard_a_trainer(tmp_path: Path) -> None:
     exec(lines, names)
     assert names["trainer"].state.global_step == 4
     assert incidents(tmp_path) == []
+
+
+EVALUATED: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "save_strategy": "steps",
+    "per_device_eval_batch_size": 64,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # so that damage looks like the best state
+}
+
+
+def evaluations(trainer: Any) -> list[float]:
+    return [row["eval_loss"] for row in rows(trainer) if "eval_loss" in row]
+
+
+class Flip(TrainerCallback):  # type: ignore[misc]  # mypy runs without transformers
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        if state.global_step == programs.AT:
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] += 1e3
+
+
+def test_damage_that_a_scan_finds_is_neither_evaluated_nor_saved(tmp_path: Path) -> None:
+    """The weights change just before both: the metric and the checkpoint are those of a run in which they do not."""
+    more = EVALUATED | {"eval_steps": programs.AT, "save_steps": programs.AT, "steps": programs.AT}
+    healthy = trained("vit", tmp_path / "healthy", guarded=False, **more)
+    struck = resilient_train.hf.guard(programs.trainer("vit", tmp_path / "struck", **more))
+    struck.add_callback(Flip())
+    struck.train()
+    assert [incident["signal"] for incident in incidents(tmp_path / "struck")] == ["weights_jump"]
+    assert evaluations(struck) == evaluations(healthy)
+    assert struck.state.best_metric == healthy.state.best_metric
+    file = f"checkpoint-{programs.AT}/model.safetensors"
+    assert (tmp_path / "struck" / file).read_bytes() == (tmp_path / "healthy" / file).read_bytes()
+
+
+def test_the_best_weights_at_the_end_leave_no_incident_open(tmp_path: Path) -> None:
+    """A run that ends soon after an incident, and loads the weights of its best evaluation, says that it recovered."""
+    more = EVALUATED | {"eval_steps": 4, "save_steps": 4, "load_best_model_at_end": True}
+    trainer = trained("vit", tmp_path, "bad_rows", steps=24, **more)
+    assert trainer.state.best_global_step == 4
+    written = summary(tmp_path / "resilient_train")
+    assert [incident["outcome"] for incident in incidents(tmp_path)] == ["recovered"] * 2
+    assert written["incidents"]["recovered"] == written["incidents"]["total"] == 2
+    assert written["eval"] == {"loss": pytest.approx(evaluations(trainer)[-1])}
+
+
+def test_an_update_that_is_left_out_is_logged_with_0(tmp_path: Path) -> None:
+    """Its NaN is in no row, nor in the sum that the rows after it are made of."""
+    trainer = of_a_stream(tmp_path, Stream(bad=100), logging_steps=1, steps=15, save_strategy="no")
+    trainer.train()
+    losses = {row["step"]: row["loss"] for row in rows(trainer) if "loss" in row}
+    assert [step for step, loss in losses.items() if loss == 0] == [13]  # the update that has the bad row
+    assert all(0 <= loss < 5 for loss in losses.values())
+
+
+class Norms(TrainerCallback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.read: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        self.read.append(sum(float(weight.grad.norm()) for weight in model.parameters() if weight.grad is not None))
+
+
+def test_a_callback_before_the_step_reads_the_gradients(tmp_path: Path) -> None:
+    """Once for each step of the trainer, also if an update is refused and retried."""
+    found: dict[bool, list[float]] = {}
+    for is_guarded in (False, True):
+        fault = "nan_grad" if is_guarded else ""
+        trainer = programs.trainer("vit", tmp_path / f"{is_guarded}", fault, steps=programs.AT + 4)
+        trainer.add_callback(norms := Norms())
+        (resilient_train.hf.guard(trainer) if is_guarded else trainer).train()
+        found[is_guarded] = norms.read
+    refused = found[True].pop(programs.AT)
+    assert refused != refused
+    del found[False][programs.AT]
+    assert found[True] == found[False]
+
+
+class Fail(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 3:
+            raise RuntimeError("of mine")
+
+
+def test_the_end_of_a_run_names_what_the_trainer_resumes_by(tmp_path: Path, info: pytest.LogCaptureFixture) -> None:
+    """Its checkpoints are not the guard's. An error of the user's passes through, and the trainer is as it was."""
+    failing = resilient_train.hf.guard(programs.trainer("vit", tmp_path, steps=4, save_strategy="steps", save_steps=2))
+    failing.add_callback(Fail)
+    with pytest.raises(RuntimeError, match="of mine"):
+        failing.train()
+    assert (tmp_path / "checkpoint-2").is_dir()
+    assert any("by `resume_from_checkpoint=True`" in one for one in info.messages)
+    assert not any("newest checkpoint" in one or "starts a new run" in one for one in info.messages)
+    failing.remove_callback(Fail)
+    failing.train()
+    assert failing.state.global_step == 4
+
+
+KEYS: dict[str, Callable[[int], Any]] = {
+    "name": lambda row: f"{row}",  # not a number, though it looks like one
+    "number": lambda row: 1000 + row,
+}
+
+
+class Keyed(Dataset[dict[str, torch.Tensor]]):
+    """Rows by keys of their own, and the first bad one of the usual data set."""
+
+    def __init__(self, key: Callable[[int], Any]) -> None:
+        self.pictures = programs.Pictures(programs.BAD_ROWS[:1])
+        self.row_of = {key(row): row for row in range(programs.ROWS)}
+
+    def __len__(self) -> int:
+        return programs.ROWS
+
+    def __getitem__(self, key: Any) -> dict[str, torch.Tensor]:
+        return self.pictures[self.row_of[key]]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_sampler_may_draw_any_keys(key: str, tmp_path: Path) -> None:
+    trainer = programs.trainer("vit", tmp_path, steps=8)
+    trainer.train_dataset = dataset = Keyed(KEYS[key])
+    trainer._get_train_sampler = lambda *_: [*dataset.row_of]
+    resilient_train.hf.guard(trainer).train()
+    [incident] = incidents(tmp_path)
+    assert (incident["cause"], incident["rows"], incident["actions"]) == ("data", [], [{"remedy": "skip"}])
+    assert trainer.state.global_step == 8
+
+
+def test_batches_may_be_fetched_on_one_rank_for_all(tmp_path: Path) -> None:
+    """With `dispatch_batches` of Accelerate no rank knows which rows it gets."""
+    dispatch = {"dispatch_batches": True}
+    trainer = programs.trainer("vit", tmp_path, "bad_rows", steps=4, accelerator_config=dispatch)
+    resilient_train.hf.guard(trainer).train()
+    assert {tuple(incident["rows"]) for incident in incidents(tmp_path)} == {()}
+    assert is_finite(trainer.model)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from command import command
 from guarded import guard_over, mse, sums
 from guarded import trained as train
 
@@ -64,28 +63,3 @@ def test_the_same_data_is_never_refused(tmp_path: Path) -> None:
     for steps in (20, 40):
         assert trained(tmp_path / "same", steps, sums()).clock.step == steps
         assert trained(tmp_path / "noisy", steps, Noisy()).clock.step == steps
-
-
-PROGRAM = """
-import os, torch
-from torch.utils.data import TensorDataset
-def rows():
-    x = torch.randn(int(os.environ["ROWS_OF_TEST"]), 6, generator=torch.Generator().manual_seed(3))
-    return TensorDataset(x, x.sum(1, keepdim=True))
-"""
-
-
-def test_the_command_has_a_key_for_it(run_command: command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused with code 2 and the key in the line; taken with it."""
-    (tmp_path / "changing.py").write_text(PROGRAM)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    words = ["model=mlp", "model.in_features=6", "model.out_features=1", "data=custom", "data.batch_size=16"]
-    words += ["data.train._target_=changing.rows", "objective=regression", "tracking=none", "checkpoint.disk.every=5"]
-    words += ["checkpoint.memory.every=5", "checkpoint.verify_after=3", f"run.dir={tmp_path / 'run'}"]
-    monkeypatch.setenv("ROWS_OF_TEST", "512")
-    assert run_command([*words, "run.steps=20"]).code == 0
-    monkeypatch.setenv("ROWS_OF_TEST", "400")
-    refused = run_command([*words, "run.steps=30"])
-    assert (refused.code, "run.data_changed=accept" in refused.stderr + refused.stdout) == (2, True)
-    assert run_command([*words, "run.steps=30", "run.data_changed=accept"]).code == 0

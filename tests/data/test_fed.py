@@ -52,18 +52,8 @@ def test_what_is_replaced_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     while repeated.is_behind:
         repeated.next_update()
     assert kept(repeated) == repeated._kept_bytes == 8 * UPDATE_BYTES
-    repeated.forget_before(repeated.newest_stop)
+    repeated.forget_before(repeated.newest_stop + 100 * UPDATE)
     assert kept(repeated) == repeated._kept_bytes == 0
-
-
-def test_older_updates_are_known_by_their_rows() -> None:
-    """And not without end."""
-    made = FedSamples(Slicing(1, 1, 0, 1), dataset=range(8), collate=default_collate)
-    for row in range(600):
-        made.feed_more(made.feed(), None, [row % 8])
-        made.forget_before(made.newest_stop)
-    assert made.rows_at(584, 587) == (0, 1, 2)
-    assert made.rows_at(0, 8) == ()
 
 
 @pytest.mark.parametrize("unknown", [0, 1])

@@ -121,8 +121,8 @@ def test_bad_rows_of_a_loader_are_named_and_come_no_more(kind: str, tmp_path: Pa
     assert sum({17, 99} & {*rows} != set() for rows in seen) == 2
 
 
-def loop(run_dir: Path, killed_at: int = 10**9, deadly: bool = False) -> dict[str, Any]:
-    """The whole program. With `deadly`, one batch ends the process, whenever it is drawn."""
+def loop(run_dir: Path, killed_at: int = 10**9) -> dict[str, Any]:
+    """The whole program."""
     seen: list[tuple[int, ...]] = []
     guard = guard_over(
         batches(DRAWS["torch"], seen),
@@ -133,11 +133,8 @@ def loop(run_dir: Path, killed_at: int = 10**9, deadly: bool = False) -> dict[st
         resume=True,
         steps=50,
     )
-    deaths = run_dir.parent / "deadly"
     for batch in guard.batches():
-        if deadly and guard.clock.step >= 30 and not deaths.exists():
-            deaths.write_text(repr(seen[-1]))
-        if guard.clock.tick == killed_at or (deadly and deaths.exists() and deaths.read_text() == repr(seen[-1])):
+        if guard.clock.tick == killed_at:
             die_with_checkpoint(run_dir)
         guard.step(batch)
     guard.leave()
@@ -154,12 +151,3 @@ def test_a_resume_draws_what_the_run_would_have_drawn(tmp_path: Path) -> None:
     assert resumed["told"] == [("crash", "go_on")]
     assert 0 < len(resumed["seen"]) < len(unharmed["seen"])
     assert resumed["weights"] == unharmed["weights"]
-
-
-def test_a_batch_that_ends_the_process_twice_is_passed_over_as_it_says(tmp_path: Path) -> None:
-    """It lies ahead of where the run resumes, and is passed over there."""
-    for _ in range(2):
-        assert alone(loop, tmp_path / "mine", 10**9, True) == (-signal.SIGKILL, None)
-    resumed = loop(tmp_path / "mine", 10**9, True)  # if its batch came again, it would end this process
-    assert [what for _, what in resumed["told"]] == ["go_on", "skip"]
-    assert repr(resumed["seen"]).count((tmp_path / "deadly").read_text()) == 1, "it was drawn, and not trained on"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
 import re
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing import active_children
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +24,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from user_programs import Augmented, Counting, Fixed, RarelyRandom
 
 from resilient_train.core.transaction import Update
-from resilient_train.data.build import IterableEvaluation, MapEvaluation
+from resilient_train.data import build
 from resilient_train.data.samples import MapSamples, Samples, Slicing
-from resilient_train.data.sequential import LoaderSamples, RowStream
+from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Stream
 from resilient_train.data.trees import sha256
 from resilient_train.zoo.hf import hf_dataset
@@ -39,8 +39,8 @@ def slicings(world: int) -> list[Slicing]:
     return [Slicing(BATCH, accumulation=4 // world, rank=rank, world=world) for rank in range(world)]
 
 
-def of_stream(dataset: Any, slicing: Slicing, seed: int = 0) -> LoaderSamples:
-    return LoaderSamples(RowStream(dataset, slicing, seed, default_collate))
+def of_stream(dataset: Any, slicing: Slicing, seed: int = 0) -> IterableSamples:
+    return IterableSamples(dataset, slicing, seed, default_collate)
 
 
 def over(dataset: Any, slicing: Slicing, seed: int = 5, workers: int = 0) -> Samples:
@@ -145,68 +145,32 @@ def test_an_iterable_that_can_be_rewound_is_as_exact(world: int, update: int, sk
     assert interleaved(per_rank) == whole[(update + skipped) * 4 :][:8]
 
 
-def test_streams_of_hugging_face_are_exact(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"index": number}) for number in range(50)))
-    source: dict[str, Any] = {"path": "json", "data_files": str(tmp_path / "rows.jsonl"), "split": "train"}
-    samples = of_stream(hf_dataset(**source, streaming=True, cache_dir=str(tmp_path)), Slicing(5))
-    epoch: list[int] = indices(samples, 3)
-    here = samples.state_dict()
-    rest = batches(samples, 12)
-    samples.load_state_dict(here)
-    assert batches(samples, 12) == rest
-    samples.load_state_dict(here)
-    assert epoch + indices(samples, 7) == list(range(50))
+def of_hugging_face(place: Path) -> Any:
+    (place / "rows.jsonl").write_text("\n".join(json.dumps({"index": number}) for number in range(23)))
+    source: dict[str, Any] = {"path": "json", "data_files": str(place / "rows.jsonl"), "split": "train"}
+    return hf_dataset(**source, streaming=True, cache_dir=str(place))
 
 
-def test_nodes_of_torchdata_are_exact() -> None:
-    """A loader of torchdata's is an iterable like any other, random mapping included."""
+def of_torchdata(place: Path) -> Any:
+    """With a random mapping."""
     nodes = pytest.importorskip("torchdata.nodes")
 
     def noisy(index: int) -> dict[str, Any]:
         return {"index": index, "noise": torch.rand(2)}
 
-    rows = nodes.ParallelMapper(nodes.SamplerWrapper(SequentialSampler(range(23))), noisy, num_workers=0)
-    samples = of_stream(nodes.Loader(rows), Slicing(4))
-    batches(samples, 3)
+    return nodes.Loader(nodes.ParallelMapper(nodes.SamplerWrapper(SequentialSampler(range(23))), noisy, num_workers=0))
+
+
+@pytest.mark.parametrize("made", [of_hugging_face, of_torchdata])
+def test_streams_of_libraries_are_exact(made: Any, tmp_path: Path) -> None:
+    samples = of_stream(made(tmp_path), Slicing(4))
+    epoch = indices(samples, 3)
     here = samples.state_dict()
     rest = batches(samples, 8)
     samples.load_state_dict(here)
     assert batches(samples, 8) == rest
-
-
-class CountedReads(Counting):
-    """A long data set that counts how many of its rows are read."""
-
-    reads = 0
-
-    def __init__(self) -> None:
-        super().__init__(rows=100_000)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for row in super().__iter__():
-            self.reads += 1
-            yield row
-
-
-def test_a_new_process_finds_a_place_without_reading_the_epoch() -> None:
-    samples = over(CountedReads(), Slicing(5))
-    batches(samples, 60)
-    state, rest = samples.state_dict(), batches(samples, 7)
-    dataset = CountedReads()
-    other = over(dataset, Slicing(5))
-    other.load_state_dict(state)
-    assert dataset.reads == 0
-    assert batches(other, 6) == rest[:-1]
-    third = over(CountedReads(), Slicing(5))
-    third.load_state_dict(other.state_dict())
-    assert batches(third, 1) == rest[-1:]
-
-
-def test_a_stream_keeps_two_updates() -> None:
-    """Their rows may be of any size, which is not known: a rewind to before them reads again."""
-    samples = over(Counting(rows=500), Slicing(4))
-    batches(samples, 50)
-    assert sum(fed.batches is not None for fed in samples._fed) == 2  # type: ignore[attr-defined]
+    samples.load_state_dict(here)
+    assert (epoch + indices(samples, 3))[:23] == list(range(23))
 
 
 def test_a_rewind_to_before_what_is_kept_reads_again() -> None:
@@ -244,11 +208,12 @@ def test_rows_differ_between_epochs_and_seeds() -> None:
 @pytest.mark.parametrize("rows", [1, 7, 12, 13])
 def test_evaluation_sees_every_row_once_with_equally_many_batches_on_every_rank(world: int, rows: int) -> None:
     """A rank without rows of its own still takes part, at weight zero."""
-    for build in (
-        lambda slicing: MapEvaluation(Augmented(rows), slicing, seed=0, collate=default_collate, num_workers=0),
-        lambda slicing: IterableEvaluation(Counting(rows), slicing, seed=0, collate=default_collate),
-    ):
-        dealt = [list(build(slicing).batches()) for slicing in slicings(world)]
+    for kind in (Augmented, Counting):
+        config: Any = SimpleNamespace(eval={"_target_": "rows"}, num_workers=0)
+        dealt = [
+            list(build.evaluation(kind(rows), config, slicing, seed=0, collate=default_collate).batches())
+            for slicing in slicings(world)
+        ]
         assert len({len(mine) for mine in dealt}) == 1
         seen = [index for mine in dealt for batch, weight in mine if weight for index in batch["index"].tolist()]
         assert sorted(seen) == list(range(rows))
@@ -403,23 +368,6 @@ def test_rows_that_do_not_collate_are_found(
     assert all(re.match(error, failed[row]) for row in odd)
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.data(), st.integers(72, 120), st.integers(1, 24))
-def test_the_guilty_are_found_in_any_batch(data: st.DataObject, count: int, batch_size: int) -> None:
-    """Whatever raises and whatever is odd, while that is little of the data: it is named, and nothing else is."""
-    missing = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
-    few = 2 if batch_size > 2 else 1  # two odd ones alone in a batch go together
-    odd = data.draw(st.sets(st.integers(0, count - 1), max_size=few)) - missing
-    slicing = Slicing(batch_size, accumulation=data.draw(st.sampled_from([1, 2])))
-    samples, plain = by_hand(Faulty(count, missing, odd), slicing), by_hand(Augmented(count), slicing)
-    for _ in range(3):
-        update, wanted = samples.next_update(), rows_of(plain.next_update())
-        alone = odd if batch_size > 1 else set()  # a batch of one always collates
-        assert {row.row for row in update.failed} == set(wanted) & (missing | alone)
-        assert len(rows_of(update)) == len(wanted)
-        assert not set(rows_of(update)) & (missing | alone)
-
-
 @pytest.mark.parametrize(
     ("dataset", "options", "said"),
     [
@@ -441,49 +389,13 @@ def test_where_no_row_helps_the_error_is_the_users_own(dataset: Any, options: di
     samples.close()
 
 
-def test_what_cannot_be_mended_is_raised_as_it_is() -> None:
-    """Whoever presses Ctrl-C while a row is fetched is heard; rows of an iterable have no index to be named by."""
-
+def test_an_interrupt_while_a_row_is_fetched_is_heard() -> None:
     class Interrupted(Augmented):
         def __getitem__(self, index: int) -> Any:
             raise KeyboardInterrupt
 
-    class Broken(Counting):
-        def __iter__(self) -> Any:
-            for row in super().__iter__():
-                if row["index"] == 12:
-                    raise OSError("the line is dead")
-                yield row
-
     with pytest.raises(KeyboardInterrupt):
         by_hand(Interrupted()).next_update()
-    samples = over(Broken(), Slicing(6))
-    batches(samples, 2)
-    with pytest.raises(OSError, match="the line is dead"):
-        samples.next_update()
-
-
-def test_a_row_that_raises_once_is_fetched_again(caplog: pytest.LogCaptureFixture) -> None:
-    """A disk that was away for a moment costs a line in the log, one for the whole run, and nothing else."""
-
-    class Flaky(Augmented):
-        calls = 0
-
-        def __getitem__(self, index: int) -> Any:
-            Flaky.calls += 1
-            if Flaky.calls % 20 == 9:
-                raise OSError("stale file handle")
-            return super().__getitem__(index)
-
-    plain, samples = by_hand(Augmented(40)), by_hand(Flaky(40))
-    with caplog.at_level(logging.WARNING, "resilient_train"):
-        for old in epoch_of(plain):
-            new = samples.next_update()
-            assert new.failed == ()
-            assert sha256(new.batches) == sha256(old.batches)
-    (line,) = caplog.messages
-    assert line.startswith("data: OSError: stale file handle (")
-    assert line.endswith("; the same rows arrived at another try, and training continues")
 
 
 @pytest.fixture
@@ -519,19 +431,6 @@ def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -
     samples.close()
 
 
-def test_workers_end_with_their_samples() -> None:
-    """At once, and not when the garbage collector comes."""
-    samples = by_hand(Augmented(40), workers=2)
-    samples.next_update()
-    workers = workers_of(samples)
-    gc.disable()
-    try:
-        del samples
-        assert not any(worker.is_alive() for worker in workers)
-    finally:
-        gc.enable()
-
-
 @pytest.mark.usefixtures("impatient")
 def test_where_workers_always_die_it_goes_on_without_them(caplog: pytest.LogCaptureFixture) -> None:
     """A container without shared memory kills them with their first batch."""
@@ -549,29 +448,3 @@ def test_where_workers_always_die_it_goes_on_without_them(caplog: pytest.LogCapt
             assert sha256(samples.next_update().batches) == sha256(plain.next_update().batches)
     assert len(caplog.messages) == 2
     assert caplog.messages[1].endswith("rows are fetched without them")
-
-
-class AwayInWorkers(Augmented):
-    """Its error has words of its own, not those that torch passes on."""
-
-    here = os.getpid()
-
-    class Error(ConnectionError):
-        def __str__(self) -> str:
-            return "the bucket is away"
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if os.getpid() != self.here:
-            raise self.Error
-        return super().__getitem__(index)
-
-
-def test_an_exception_with_words_of_its_own_is_no_dead_worker(caplog: pytest.LogCaptureFixture) -> None:
-    """Workers stay, however often rows raise in them, and it is said once."""
-    plain, samples = by_hand(Augmented(400)), by_hand(AwayInWorkers(400), workers=1)
-    with caplog.at_level(logging.WARNING, "resilient_train"):
-        for _ in range(3):
-            assert sha256(samples.next_update().batches) == sha256(plain.next_update().batches)
-    assert samples.num_workers == 1
-    assert len(caplog.messages) == 1
-    samples.close()

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from resilient_train import Guard
-from resilient_train.data.samples import Slicing
-from resilient_train.data.sequential import RowStream
 from resilient_train.data.trees import weights_sha256
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.reader import DiskConfig
@@ -128,29 +126,6 @@ def test_a_stream_that_fails_for_a_moment_is_read_on() -> None:
     guard = trained(Stream(Rows(Away(100))))
     assert guard.incidents == []
     assert weights_sha256(guard.state) == unharmed
-
-
-def test_a_stream_that_is_its_own_iterator_continues_behind_an_error() -> None:
-    """Only the row that raised is left out."""
-
-    class OwnIterator(Stream):
-        def __iter__(self) -> OwnIterator:
-            return self
-
-        def __next__(self) -> int:
-            self.at += 1
-            if self.at == 6:
-                raise ValueError("row 6")
-            if self.at > 8:
-                raise StopIteration
-            return self.at
-
-    stream = RowStream(OwnIterator(Rows()), Slicing(1), 0, list)
-    rows = list[int]()
-    while len(rows) < 7:
-        with suppress(ValueError):
-            rows += stream.fetch()[0][0]
-    assert rows == [1, 2, 3, 4, 5, 7, 8]
 
 
 def test_a_loader_of_ones_own_that_fails_for_a_moment_goes_on() -> None:

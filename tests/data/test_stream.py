@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_train.data.samples import Slicing
 from resilient_train.data.stream import Key, Stream, permuted
 
 rows = st.integers(1, 50)
@@ -101,24 +100,6 @@ def test_quarantine_changes_the_places_of_its_rows_only(n: int, seed: int, data:
         assert old.row in bad or old == new
     position = data.draw(st.integers(0, 3 * n - 1))
     assert stream.take(position, 1).keys == [after[position]]
-
-
-@given(st.integers(2, 40), seeds, st.integers(1, 4), st.sampled_from([1, 2, 4]), st.data())
-def test_quarantine_is_the_same_for_any_world(
-    n: int, seed: int, batch_size: int, world: int, data: st.DataObject
-) -> None:
-    """However an update is cut, and whenever the rows were put there, the same rows stand in the same places."""
-    bad = data.draw(st.sets(st.integers(0, n - 1), max_size=n - 1))
-    whole, dealt = Stream(n, seed), Stream(n, seed)
-    whole.quarantine(bad)
-    for row in bad:
-        dealt.quarantine([row])
-    samples = 4 * batch_size
-    at = data.draw(st.integers(0, 3 * n))
-    keys = whole.take(at, samples).keys
-    mine = [Slicing(batch_size, 1, rank, world).of_this_rank(dealt.take(at, samples).keys) for rank in range(world)]
-    assert all(len(batches) == 4 // world for batches in mine)
-    assert [key for number in range(4 // world) for rank in range(world) for key in mine[rank][number]] == keys
 
 
 @given(st.integers(1, 40), seeds, st.integers(1, 12), st.integers(0, 5), st.data())
