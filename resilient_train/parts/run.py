@@ -139,6 +139,8 @@ class Run(RunParts):
     leave_out: Callable[[Sequence[int], Facts, int], bool] = lambda rows, reason, incident: False
     sinks: list[Any] = field(default_factory=list)  # an `extensions.Sink` each
     is_patched: Callable[[str, int, str], bool] = lambda file, line, op: False  # whether what breaks there is repaired
+    # Whether a patch has a value where every batch raises such an error, first met at such a tick.
+    may_patch: Callable[[Exception, int], bool] = lambda error, tick: False
     handled_lines: set[tuple[str, int, str]] = field(default_factory=set)  # of operations: patched, or cannot be
     backend: Computation
     buffers: BufferWatch

@@ -43,7 +43,7 @@ load()  # the remedies of all extensions
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
 SHIPPED = conf() / "recovery"
 POLICIES = ["aggressive", "balanced", "conservative", "off", "palm", "skip"]  # that do something
-FACTS = {"loss_scaler": True, "armor": False, "share": 0.0, "lost_eps": False, "trial_updates": 0}
+FACTS = {"loss_scaler": True, "armor": False, "share": 0.0, "sharded": False, "lost_eps": False, "trial_updates": 0}
 ANY = Case(refused(9), unknown(refused(9)), snapshots=4, rows=10_000, facts=FACTS)
 
 
@@ -65,6 +65,7 @@ def run_with(name: str, fault: Fault, **more: Any) -> tuple[Run, Any]:
         (["skip", "lower_loss_scale"], refused(9), [], {"facts": {**FACTS, "loss_scaler": False}}, ["skip"]),
         (["rewind", "limit_update"], landed(9), [], {"sgd": True}, ["rewind", "limit_update"]),
         (["rewind", "limit_update"], landed(9), [], {}, []),
+        (["rewind", "limit_update"], landed(9), [], {"sgd": True, "facts": {**FACTS, "sharded": True}}, []),
         (["raise_eps", "reset_moments", "rewind"], landed(9), [], {}, ["rewind", "reset_moments", "raise_eps"]),
         (["quarantine"], refused(9), [17], {}, ["quarantine"]),
         (["quarantine"], refused(9), [], {}, []),

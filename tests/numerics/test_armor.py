@@ -5,14 +5,11 @@ from __future__ import annotations
 import gc
 import importlib
 import itertools
-import json
 import linecache
 import math
-import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -386,9 +383,8 @@ def test_tracebacks_keep_their_lines(write: Write, armor: Armor) -> None:
     guilty = {"compute": "matmul", "called": "matmul"}
     for line, (name, op) in zip(lines(module), guilty.items(), strict=True):
         bare = place(name)
-        patched = armor.add(str(module.__file__), line, op)
+        armor.add(str(module.__file__), line, op)
         assert place(name) == bare == [(module.__file__, line, name)]
-        assert patched.function == name
 
 
 # --------------------------------------------------------------------------------------------------- under what it runs
@@ -510,7 +506,7 @@ def test_armor_adds_up_and_comes_off(write: Write, armor: Armor) -> None:
     module = write("def compute(x):\n    return x.digamma(), x.erfinv()  # guilty\n")
     code, other = module.compute.__code__, Armor()
     first = put_on(armor, module, "digamma")
-    assert put_on(armor, module, "digamma") is first
+    assert put_on(armor, module, "digamma") == first
     second = put_on(armor, module, "erfinv")
     assert armor.lines == [first, second]
     put_on(other, module, "digamma")
@@ -519,33 +515,6 @@ def test_armor_adds_up_and_comes_off(write: Write, armor: Armor) -> None:
     armor.remove()
     assert armor.lines == []
     assert module.compute.__code__ is code
-
-
-def test_a_plate_is_found_again_after_an_edit(write: Write, armor: Armor) -> None:
-    """In another process, where the line has moved, by the name of its function and by its text."""
-    body = "def compute(x):\n    x = x.digamma()\n    x = x * 2\n    x = x.digamma()\n    return x\n"
-    module = write(body)
-    path = Path(str(module.__file__))
-    line = len(path.read_text().splitlines()) - 1
-    patched = armor.add(str(module.__file__), line, "digamma")
-    assert (patched.function, patched.text, patched.count) == ("compute", "x = x.digamma()", 1)
-    armor.remove()
-    patched = PatchedLine(**json.loads(json.dumps(asdict(patched))))
-    edited = "def other(x):\n    x = x.digamma()\n    return x\n\n\n" + path.read_text()
-    path.write_text(edited.replace("from __future__ import annotations\n", ""))
-    module.__dict__.clear()  # no function of it is left
-    sys.modules.pop(path.stem)
-    importlib.invalidate_caches()
-    module = importlib.import_module(path.stem)
-    again = armor.add_again(patched)
-    assert again == PatchedLine(patched.file, "compute", "x = x.digamma()", 1, line + 4, "digamma")
-    out = module.compute(torch.tensor([1.0, 0.0]))
-    assert not out.isnan().any()
-    gone = PatchedLine(patched.file, "compute", "x = x.erfinv()", 0, line, "erfinv")
-    with pytest.raises(CannotArmor, match="has no such line any more"):
-        armor.add_again(gone)
-    with pytest.raises(CannotArmor, match="no live function comes from /nowhere"):
-        armor.add_again(PatchedLine("/nowhere.py", "compute", "x", 0, 1, "log"))
 
 
 def test_the_code_of_a_cell_of_a_notebook_can_be_armored(armor: Armor) -> None:
@@ -617,20 +586,17 @@ def test_a_file_that_was_edited_is_not_what_runs(write: Write, armor: Armor, edi
 
 
 def test_what_runs_goes_on_as_it_is(write: Write, armor: Armor) -> None:
-    """A loop of the user's own, and a generator that waits, would not see the armor."""
+    """A loop of the user's own would not see the armor."""
     module = write("""
         def loop(act):
             x = torch.zeros(2)
             act()
             return x.digamma()  # guilty
-        def steps():
-            while True:
-                yield torch.zeros(2).digamma()  # guilty
         def maker(act):
             act()
             return (lambda x: x.digamma())(torch.zeros(2))  # guilty
     """)
-    loop, steps, maker = lines(module)
+    loop, maker = lines(module)
 
     def refused(line: int, why: str) -> None:
         with pytest.raises(CannotArmor, match=why):
@@ -638,15 +604,10 @@ def test_what_runs_goes_on_as_it_is(write: Write, armor: Armor) -> None:
 
     module.loop(lambda: refused(loop, "loop is running and keeps its code: move line"))
     module.maker(lambda: refused(maker, "maker.<locals>.<lambda> is not alive"))
-    waiting = module.steps()
-    next(waiting)
-    refused(steps, "steps is running")
-    waiting.close()
-    for line in (loop, steps, maker):
+    for line in (loop, maker):
         armor.add(str(module.__file__), line, "digamma")
     assert module.loop(lambda: None).isfinite().all()
     assert module.maker(lambda: None).isfinite().all()
-    assert next(module.steps()).isfinite().all()
 
 
 def test_a_function_that_is_called_like_an_operation_is_not_taken_for_it(write: Write, armor: Armor) -> None:
