@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributions as d
 from torch.nn import functional as F
 
-from resilient_train.extensions.armor.domains import call, has_value, make_distribution
+from resilient_train.extensions.armor.domains import call, call_distribution, has_value
 
 MADE: dict[str, tuple[type[d.Distribution], Callable[[Tensor], dict[str, Any]]]] = {
     "Normal": (d.Normal, lambda x: {"loc": torch.zeros(2), "scale": x}),
@@ -31,14 +31,14 @@ def test_a_parameter_outside_is_moved_inside(name: str, dtype: torch.dtype) -> N
         parameter = torch.tensor([bad, 0.4], dtype=dtype, requires_grad=True)
         kwargs = given(parameter)
         key = next(key for key, one in kwargs.items() if one is parameter)
-        moved = getattr(make_distribution(made, (), kwargs), key)
+        moved = getattr(call_distribution(made, (), kwargs), key)
         assert moved.dtype == dtype
         assert moved[1] == parameter[1]
         assert 0.0 < moved[0] <= 0.4
         moved.sum().backward()
         assert parameter.grad is not None
         assert parameter.grad.tolist() == [1.0, 1.0]
-    probs: Any = make_distribution(d.Bernoulli, (torch.tensor([math.inf, 0.4, 0.0]),), {}).probs
+    probs: Any = call_distribution(d.Bernoulli, (torch.tensor([math.inf, 0.4, 0.0]),), {}).probs
     assert 0.9 < probs[0] < 1.0
     assert probs[2] == 0.0, "it is inside"
 
@@ -57,11 +57,22 @@ def test_what_is_added_to_a_matrix_is_as_much_as_it_takes() -> None:
     made = call(torch.linalg.cholesky, "linalg_cholesky", (matrices,), {})
     assert torch.equal(made[0], torch.linalg.cholesky(matrices[0]))
     assert made.isfinite().all()
-    density: Any = make_distribution(d.MultivariateNormal, (torch.zeros(2, 3),), {"covariance_matrix": matrices})
+    density: Any = call_distribution(d.MultivariateNormal, (torch.zeros(2, 3),), {"covariance_matrix": matrices})
     assert torch.equal(density.covariance_matrix[0], matrices[0])
     assert density.log_prob(torch.ones(2, 3)).isfinite().all()
     with pytest.raises(ValueError, match="constraint"):
-        make_distribution(d.MultivariateNormal, (torch.zeros(3),), {"covariance_matrix": matrices[0] * math.nan})
+        call_distribution(d.MultivariateNormal, (torch.zeros(3),), {"covariance_matrix": matrices[0] * math.nan})
+
+
+def test_a_value_outside_of_the_support_is_moved() -> None:
+    """However narrow the support is."""
+    beta = d.Beta(torch.tensor([2.0, 2.0]), torch.tensor([2.0, 2.0]))
+    uniform = d.Uniform(torch.tensor(1e-3), torch.tensor(2e-3))
+    for bad in (1.2, 1e9, math.inf, -5.0):
+        got = call_distribution(beta.log_prob, (torch.tensor([bad, 0.5]),), {})
+        assert got.isfinite().all()
+        assert got[1] == beta.log_prob(torch.tensor(0.5))[1]  # type: ignore[no-untyped-call]
+        assert call_distribution(uniform.log_prob, (torch.tensor(bad),), {}).isfinite()
 
 
 @pytest.mark.parametrize(
@@ -122,6 +133,13 @@ def test_for_which_errors_a_patch_has_a_value(text: str, has: bool) -> None:
 
 def test_what_stands_for_nothing_is_refused() -> None:
     """A NaN was made elsewhere, and no vector is the nearest by its elements."""
-    for kind, given in ((d.Bernoulli, [math.nan, 1.0]), (d.Exponential, [math.nan, 1.0]), (d.Categorical, [-1.0, 2.0])):
-        with pytest.raises(ValueError, match="constraint"):
-            make_distribution(kind, (torch.tensor(given),), {})
+    for of, bad in (
+        (d.Bernoulli, [math.nan, 1.0]),
+        (d.Exponential, [math.nan, 1.0]),
+        (d.Categorical, [-1.0, 2.0]),
+        (d.Poisson(torch.tensor([1.0, 2.0])).log_prob, [-1.0, 1.0]),
+        (d.Categorical(torch.tensor([0.3, 0.7])).log_prob, [2.0, 1.0]),
+        (d.Dirichlet(torch.ones(2)).log_prob, [0.9, 1.0]),
+    ):
+        with pytest.raises(ValueError, match=r"constraint|support"):
+            call_distribution(of, (torch.tensor(bad),), {})

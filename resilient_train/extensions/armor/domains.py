@@ -88,38 +88,45 @@ _MOVES = {
 }
 
 
-def make_distribution(kind: type[Distribution], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Distribution:
-    """Make a distribution; parameters that its checks refuse are moved to where they accept them."""
+def call_distribution(called: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a distribution, or call a method of one; what its checks refuse is moved to where they accept it."""
     try:
-        return kind(*args, **kwargs)
+        return called(*args, **kwargs)
     except ValueError:
+        owner: Any = getattr(called, "__self__", None)
+        if owner is not None:
+            return called(*[_moved(value, owner.support) for value in args], **kwargs)
+        kind: Any = called
         names = kind.__init__.__code__.co_varnames[1:]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        limits: Any = kind.arg_constraints
-        return kind(**{name: _moved(value, limits.get(name)) for name, value in given.items()})
+        return kind(**{name: _moved(value, kind.arg_constraints.get(name)) for name, value in given.items()})
 
 
 def is_distribution(called: Any) -> bool:
-    """Say whether it is a class of torch.distributions."""
-    return isinstance(called, type) and issubclass(called, Distribution) and called.__module__.startswith("torch.")
+    """Say whether it is a class of torch.distributions, or a method of such an object."""
+    if isinstance(called, type):
+        return issubclass(called, Distribution) and called.__module__.startswith("torch.distributions.")
+    return isinstance(getattr(called, "__self__", None), Distribution)
 
 
 def _moved(value: Any, limit: Any) -> Any:
     """Move the elements that a constraint refuses inside of its borders, or a matrix as a whole; NaN stays, and so do
-    vectors, for which no element alone is at fault.
+    vectors, of which no element alone is refused, and counts.
     """
     if not isinstance(value, Tensor):
         return value
     if isinstance(limit, type(constraints.positive_definite)):
         return _inside(torch.linalg.cholesky_ex, (value + value.mT) / 2)
-    lower, upper = getattr(limit, "lower_bound", None), getattr(limit, "upper_bound", math.inf)
-    if lower is None or limit.is_discrete:
+    if not hasattr(limit, "lower_bound") or limit.is_discrete:
         return value
     still, near = value.detach(), math.sqrt(torch.finfo(value.dtype).eps)
+    bounds = limit.lower_bound, getattr(limit, "upper_bound", math.inf)
+    lower, upper = (torch.as_tensor(bound, dtype=still.dtype, device=still.device) for bound in bounds)
     accepted = still[limit.check(still) & still.isfinite()]
-    # Next to a border a density is as steep as can be: the smallest of the others is a scale that the program knows.
-    usual = float(accepted.min() - lower) if accepted.numel() else near
-    away = near * (upper - lower) if math.isfinite(upper) else max(usual, near)
+    if upper.isfinite().all():
+        away = near * (upper - lower)
+    else:  # a density is as steep as can be near the border: the smallest of the others is a scale of the program's
+        away = (accepted.min() - lower).clamp(min=near) if accepted.numel() else torch.full_like(lower, near)
     inside = torch.where(limit.check(still) | still.isnan(), still, still.clamp(lower + away, upper - away))
     result: Tensor = _Moved.apply(value, inside)  # type: ignore[no-untyped-call]
     return result

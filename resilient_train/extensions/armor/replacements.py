@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from resilient_train.extensions.armor.domains import Operation, is_distribution, make_distribution
+from resilient_train.extensions.armor.domains import Operation, call_distribution, is_distribution
 from resilient_train.extensions.armor.repair import call_and_repair, guarded, is_lost, is_repairable
 from resilient_train.ground.operations import computes, is_torchs_code, is_torchs_own, name_in_mode, torchs_name
 
@@ -62,7 +62,7 @@ def call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
     if not is_torchs:
         return called(*args, **kwargs)
     with _EveryOperation():
-        return make_distribution(called, args, kwargs) if is_distribution(called) else called(*args, **kwargs)
+        return call_distribution(called, args, kwargs) if is_distribution(called) else called(*args, **kwargs)
 
 
 class _EveryOperation(TorchFunctionMode):
