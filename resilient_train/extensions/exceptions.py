@@ -38,7 +38,6 @@ class BatchErrors(Extension, OnError):
     def build(self, run: Run) -> None:
         self._run = run
         self._logged: set[str] = set()
-        self._bug: tuple[int, int, int] | None = None  # id of the newest, its update, and how many batches raise it
         run.on_error.append(self)
 
     def loss_instead(self, error: Exception, open_updates: Sequence[Transaction]) -> Computed | None:
@@ -58,17 +57,11 @@ class BatchErrors(Extension, OnError):
         if self._run.may_patch(error, begun.tick):
             self._note(begun, error)
             return self._refused()
-        self._bug = (id(error), begun.step, tried) if tried else None
-        return None
-
-    def escaped(self, error: BaseException) -> None:
-        """Say that an exception is a bug; in the first update, that ends as in a plain loop."""
-        bug, self._bug = self._bug, None
-        if bug is not None and bug[0] == id(error) and bug[1] > 1:
-            _, step, tried = bug
+        if tried and begun.step > 1:  # in the first update a bug ends the run as it ends a plain loop
             said = f"{counted(tried, 'other batch')} at the same weights raise{'s' * (tried == 1)} as well"
             error.add_note(f"resilient_train: {said}")
-            log.error("update %d: %s: it is a bug", step, said)
+            log.error("update %d: %s: it is a bug", begun.step, said)
+        return None
 
     def _note(self, begun: Transaction, error: Exception) -> None:
         begun.raised.append(text := in_one_line(error))
