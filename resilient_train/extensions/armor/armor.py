@@ -159,16 +159,18 @@ def _original(code: CodeType) -> CodeType:
 
 
 def _pairs(before: CodeType, after: CodeType, around: tuple[CodeType, ...]) -> Iterator[_Codes]:
-    inner = [[part for part in code.co_consts if isinstance(part, CodeType)] for code in (before, after)]
-    if [part.co_qualname for part in inner[0]] != [part.co_qualname for part in inner[1]]:
-        raise CannotArmor(f"the functions in {before.co_qualname} cannot be told apart")
-    if before.co_freevars != after.co_freevars:
-        raise CannotArmor(f"{before.co_qualname} would close over other variables")
+    inner = _inner(before), _inner(after)
+    if len(inner[0]) != len(inner[1]) or before.co_freevars != after.co_freevars:
+        raise CannotArmor(f"{before.co_qualname} would not stay the same function")
     if before.co_name != "<module>":
         yield _Codes(before, after, around)
         around = (*around, before)
     for old, new in zip(*inner, strict=True):
         yield from _pairs(old, new, around)
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [part for part in code.co_consts if isinstance(part, CodeType)]
 
 
 def _found(file: str) -> tuple[list[FunctionType], _Source]:
@@ -199,8 +201,7 @@ def _live_functions(file: str) -> list[FunctionType]:
 
 
 def _lines(code: CodeType) -> set[int]:
-    inner = (part for part in code.co_consts if isinstance(part, CodeType))
-    return {line for _, _, line in code.co_lines() if line is not None}.union(*map(_lines, inner))
+    return {line for _, _, line in code.co_lines() if line is not None}.union(*map(_lines, _inner(code)))
 
 
 def _running() -> Iterator[CodeType]:
