@@ -287,6 +287,7 @@ def test_what_is_no_tensor_of_floating_numbers_passes(write: Write, armor: Armor
         module.compute(1, 0)
     assert module.compute(torch.tensor([4]), 2).item() == 2.0
     assert module.joined("a", "b") == "ab"
+    assert [len(one) for one in module.joined([torch.ones(2)], [torch.ones(3)])] == [2, 3]
     assert module.joined(torch.tensor([True]), torch.tensor([2])).tolist() == [3]
     assert module.joined(torch.tensor([1j]), 1).tolist() == [1 + 1j]
     with pytest.warns(UserWarning, match="degrees of freedom"):

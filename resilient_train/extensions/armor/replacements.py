@@ -33,7 +33,9 @@ def method(name: str, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 def operate(name: str, left: Any, right: Any, /) -> Any:
     """What is called instead of `left / right`, whose name is `truediv`."""
-    return call_and_repair(getattr(operator, name), name, (left, right), {})
+    bare = getattr(operator, name)
+    is_of_tensors = isinstance(left, Tensor) or isinstance(right, Tensor)  # two lists of tensors are joined
+    return call_and_repair(bare, name, (left, right), {}) if is_of_tensors else bare(left, right)
 
 
 def wide(value: Any) -> Any:
