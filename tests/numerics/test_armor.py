@@ -302,8 +302,8 @@ PLACES = {
     "lambda": "compute = lambda x: x.digamma()  # guilty",
     "comprehension": "def compute(x):\n    return [one.digamma() for one in (x,)][0]  # guilty",
     "method": "class A:\n    def f(self, x):\n        return x.digamma()  # guilty\ncompute = A().f",
-    "private": "class A:\n    def f(self, x):\n        return self.__g(x)  # guilty\n    __g = torch.digamma\n"
-    "A._A__g = staticmethod(torch.digamma)\ncompute = A().f",
+    "private": "class A:\n    def f(self, x):\n        return self.__digamma(x)  # guilty\n"
+    "    __digamma = torch.digamma\nA._A__digamma = staticmethod(torch.digamma)\ncompute = A().f",
     "super": "class B(nn.Identity):\n    pass\nclass A(B):\n    def forward(self, x):\n"
     "        return super().forward(x.digamma())  # guilty\ncompute = A()",
     "decorated": "@torch.no_grad()\n@functools.lru_cache\ndef compute(x):\n    return x.digamma()  # guilty",

@@ -161,7 +161,8 @@ class _Rewriter(ast.NodeTransformer):
         function, arguments = node.func, [node.func, *node.args]
         if not isinstance(function, ast.Attribute):
             return _called("call", arguments, node.keywords, node)
-        if is_operation := bool(overloads(function.attr)):
+        # A private name, as in `self.__log(x)`, means nothing elsewhere.
+        if is_operation := bool(overloads(function.attr)) and not function.attr.startswith("__"):
             name = ast.copy_location(ast.Constant(function.attr), function)
             arguments = [name, function.value, *node.args]
         call = _called("method" if is_operation else "call", arguments, node.keywords, node)
