@@ -80,7 +80,7 @@ def _inside(attempt: Operation, matrices: Tensor) -> Tensor:
     return matrices + added * one
 
 
-_MOVES = {
+_MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "cholesky": partial(_inside, torch.linalg.cholesky_ex),
     "inverse": partial(_inside, torch.linalg.inv_ex),
     "solve": partial(_inside, torch.linalg.inv_ex),
