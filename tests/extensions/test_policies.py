@@ -231,7 +231,7 @@ def test_a_policy_in_a_run_directory_imports_nothing(tmp_path: Path, monkeypatch
     ("name", "has_landed"),
     [(name, landed) for name in POLICIES for landed in (False, True) if (name, landed) != ("skip", True)],
 )
-@pytest.mark.parametrize("signal", list(Signal))
+@pytest.mark.parametrize("signal", {by_signal(refused(1, signal=one)).cause: one for one in Signal}.values(), ids=str)
 def test_a_fault_in_every_update_ends(name: str, has_landed: bool, signal: Signal) -> None:
     """Every policy gives up within its own budget: of updates in a row, or of rewinds to the same place."""
     budget = policy_named(name).budget
