@@ -76,6 +76,14 @@ def clip_to_share(groups: Sequence[Mapping[str, Any]], share: float) -> None:
     scale(grads, (share * of_weights / (pace * norm.float() + 1e-30)).clamp(max=1.0))
 
 
+def needs_its_state(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer may have made its state when it was built, as Adagrad does. Others of torch make it in
+    their first step; what they have before the run comes from a checkpoint of a trainer.
+    """
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.Adagrad)
+    return bool(optimizer.state) and not is_torchs
+
+
 @dataclass(frozen=True)
 class ResetMoments(Remedy):
     """Reset the optimizer's moments. Best with some re-warming: the first estimates are rough."""
@@ -178,7 +186,7 @@ class FurtherRemedies(Extension):
     def build(self, run: Run) -> None:
         self._run, updater = run, run.updater
         self.lasting = lasting = LastingRemedies()
-        self._had_moments = [optimizer for optimizer in updater.optimizers if optimizer.state]
+        self._needs_its_state = [optimizer for optimizer in updater.optimizers if needs_its_state(optimizer)]
         updater.lasting.append(lasting)
         usual = lasting.state_dict()
 
@@ -201,8 +209,8 @@ class FurtherRemedies(Extension):
 
     def reset_moments(self) -> None:
         for optimizer in self._run.updater.optimizers:
-            if optimizer in self._had_moments:  # as Adagrad, which makes them when it is built
-                log.warning("the moments of %s stay: it had some before the run", type(optimizer).__name__)
+            if optimizer in self._needs_its_state:
+                log.warning("the moments of %s stay: it may not step without them", type(optimizer).__name__)
             else:
                 optimizer.state.clear()
         self._run.scans.rebase()

@@ -15,7 +15,12 @@ from resilient_train import Guard
 from resilient_train.core.clip import clip
 from resilient_train.core.controls import Controls
 from resilient_train.durable.run_history import RunHistory
-from resilient_train.extensions.optimizer_remedies import FurtherRemedies, LastingRemedies, clip_to_share
+from resilient_train.extensions.optimizer_remedies import (
+    FurtherRemedies,
+    LastingRemedies,
+    clip_to_share,
+    needs_its_state,
+)
 from resilient_train.extensions.quarantine import RowsLeftOut
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.types import fact
@@ -140,6 +145,7 @@ def test_moments_are_reset_where_the_first_step_makes_them(build: Any) -> None:
     for weight in mine._parts.updater.weights:
         weight.grad = torch.full_like(weight, 0.3)
     optimizer.step()
+    assert needs_its_state(optimizer) == (build is torch.optim.Adagrad)  # as a trainer that has resumed hands it over
     mine.extension(FurtherRemedies).reset_moments()
     assert bool(optimizer.state) == (build is torch.optim.Adagrad)
     optimizer.step()
