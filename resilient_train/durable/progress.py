@@ -55,9 +55,8 @@ class Progress:
         """Note that the process does something else now, after `tick` attempted updates if that changed."""
         self._note(self._position._replace(doing=doing, tick=self._position.tick if tick is None else tick))
 
-    def stays(self, *, is_explained: bool = False) -> None:
-        """Note nothing more: the process ends. If that is not explained, the samples in use may be to blame."""
-        self.turned_to(Doing.ENDED if is_explained else self._position.doing)
+    def stays(self) -> None:
+        """Note nothing more: the process ends, and the samples in use may be to blame."""
         self._stays = True
 
     def close(self) -> None:

@@ -8,13 +8,13 @@ unless a patch has a value for what raised: the weights may have left the domain
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.core import randomness
@@ -37,17 +37,8 @@ class BatchErrors(Extension, OnError):
 
     def build(self, run: Run) -> None:
         self._run = run
-        model, has_objective = run.backend.model, run.backend.objective is not None
-        self._forwards = _Forwards(model) if has_objective and isinstance(model, DistributedDataParallel) else None
         self._logged: set[str] = set()
-        self._bug: tuple[int, int, int] | None = None  # id of the newest, its update, and how many batches raise it
         run.on_error.append(self)
-
-    @contextmanager
-    def around_compute(self, update: Transaction) -> Iterator[None]:
-        if self._forwards is not None:
-            self._forwards.begin()
-        yield
 
     def loss_instead(self, error: Exception, open_updates: Sequence[Transaction]) -> Computed | None:
         """Note an exception that only this batch raises, and return what another batch computed."""
@@ -57,24 +48,20 @@ class BatchErrors(Extension, OnError):
         tried = 0
         for other in self._others(open_updates):
             try:
-                with self._forwards.again() if self._forwards is not None else nullcontext():
-                    computed = self._run.backend.compute(self._run.world.on_device(other))
+                computed = self._run.backend.compute(self._run.world.on_device(other))
             except Exception:
                 tried += 1
                 continue
             self._note(begun, error)
             return computed
-        self._bug = (id(error), begun.step, tried) if tried else None
-        return None
-
-    def escaped(self, error: BaseException) -> None:
-        """Say that an exception is a bug; in the first update, that ends as in a plain loop."""
-        bug, self._bug = self._bug, None
-        if bug is not None and bug[0] == id(error) and bug[1] > 1:
-            _, step, tried = bug
+        if self._run.may_patch(error, begun.tick):
+            self._note(begun, error)
+            return self._refused()
+        if tried and begun.step > 1:  # in the first update a bug ends the run as it ends a plain loop
             said = f"{counted(tried, 'other batch')} at the same weights raise{'s' * (tried == 1)} as well"
             error.add_note(f"resilient_train: {said}")
-            log.error("update %d: %s: it is a bug", step, said)
+            log.error("update %d: %s: it is a bug", begun.step, said)
+        return None
 
     def _note(self, begun: Transaction, error: Exception) -> None:
         begun.raised.append(text := in_one_line(error))
@@ -82,10 +69,16 @@ class BatchErrors(Extension, OnError):
             self._logged.add(text)
             log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
 
+    def _refused(self) -> Computed:
+        """What an update comes to that the gate refuses."""
+        for weight in self._run.updater.weights:
+            weight.grad = torch.zeros_like(weight)
+        return torch.full((), math.nan, device=self._run.world.device), {}
+
     def _may_be_of_batch(self, error: Exception) -> bool:
         """Whether the policy treats it, and what raised is neither ours nor the end of a device or a connection. With
-        several ranks the others are in collectives of the same forward or backward, which cannot be begun again in the
-        middle.
+        several ranks the others are in the collectives of the same backward, which cannot be begun again in the middle,
+        or of a forward: DistributedDataParallel has none there if the model has no buffers.
         """
         is_ours = isinstance(error, TrainError) or is_lost_device(error) or self._run.world.is_of_group(error)
         if is_ours or self._run.policy.observe or not any(self._run.policy.ladders.values()):
@@ -93,7 +86,9 @@ class BatchErrors(Extension, OnError):
         codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         if self._run.world.size > 1:
             in_backward = any(code.co_name == "_engine_run_backward" for code in codes)
-            if in_backward or self._forwards is None or self._forwards.are_together:
+            model = self._run.backend.model
+            is_replicated = isinstance(model, DistributedDataParallel)
+            if in_backward or not is_replicated or (model.broadcast_buffers and [*model.buffers()]):
                 return False
         last = Path(codes[-1].co_filename)
         return not last.is_relative_to(_OURS) or any(last.is_relative_to(home) for home in _USERS)
@@ -112,34 +107,3 @@ class BatchErrors(Extension, OnError):
         for one in pending:
             if number < len(one.inputs) and versions(batch := one.inputs[number]) == one.versions[number]:
                 yield batch
-
-
-class _Forwards:
-    """Counts the forwards of a model in DistributedDataParallel: each begins with a broadcast of the buffers.
-
-    The other ranks make as many as the batch that raised would have made: a stand-in leaves out those that were made.
-    Each forward that ends sets whether the next one broadcasts; the first finds what the micro-batch before has left.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model, self._made, self._synced, self._is_again, self._syncs_first = model, 0, 0, False, True
-        self.are_together = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-        model.register_forward_pre_hook(self._count)
-
-    def begin(self) -> None:
-        self._made = self._synced = 0
-        self._syncs_first = self._model.require_forward_param_sync
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        self._synced, self._made, self._is_again = max(self._synced, self._made), 0, True
-        self._model.require_forward_param_sync = self._syncs_first
-        try:
-            yield
-        finally:
-            self._is_again = False
-
-    def _count(self, model: nn.Module, args: Sequence[Any]) -> None:
-        self._made += 1
-        if self._is_again and self._made <= self._synced:
-            self._model.require_forward_param_sync = False

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from resilient_train.core.clip import OverRanks, gradients, norm_of, scale
+from resilient_train.core.clip import gradients, norm_of, scale
 from resilient_train.core.controls import Controls
 from resilient_train.core.knobs import Numbers
 from resilient_train.core.protocols import Effect
@@ -19,6 +19,7 @@ from resilient_train.core.remedies import Case, Remedy, limited
 from resilient_train.core.updater import Lasting
 from resilient_train.extensions import Extension
 from resilient_train.ground.types import Diagnosis
+from resilient_train.ground.wording import log
 from resilient_train.parts.run import Run, lost_eps
 
 _FALLS = 50  # healthy updates until a limit of updates is 0.7 of what it was
@@ -28,8 +29,6 @@ _SMALL_WEIGHT, _MOST_MOMENTUM = 0.02, 0.999
 
 @dataclass
 class LastingRemedies(Numbers, Lasting):
-    own: ClassVar = "over_ranks"
-    over_ranks: OverRanks | None = None  # where weights are sharded
     share: float = 0.0  # of the norm of the weights, by which SGD may change them at first; 0: no limit
     limited: int = 0  # healthy updates since it was set
     decay: float = 1.0  # factor of the configured weight decay
@@ -56,12 +55,12 @@ class LastingRemedies(Numbers, Lasting):
     def limits(self, optimizers: Sequence[Optimizer], rate: float) -> bool:
         if self.share:  # at a lower rate, by a remedy or by the schedule, updates are shorter, too
             groups = [group for one in optimizers for group in one.param_groups]
-            clip_to_share(groups, self.share_now * min(1.0, rate), self.over_ranks)
+            clip_to_share(groups, self.share_now * min(1.0, rate))
         return self.share > 0
 
 
 @torch.no_grad()
-def clip_to_share(groups: Sequence[Mapping[str, Any]], share: float, over_ranks: OverRanks | None = None) -> None:
+def clip_to_share(groups: Sequence[Mapping[str, Any]], share: float) -> None:
     """Clip gradients of SGD, after all other clipping: they change the weights by a share of their norm at most.
 
     With momentum, one gradient enters many updates. Weights near zero may grow as if they were of the size that weights
@@ -72,30 +71,18 @@ def clip_to_share(groups: Sequence[Mapping[str, Any]], share: float, over_ranks:
     if not weights:
         return
     grads = gradients(weights)
-    norm, of_weights = norm_of(grads, over_ranks), norm_of([weight.detach() for weight in weights], over_ranks)
+    norm, of_weights = norm_of(grads, None), norm_of([weight.detach() for weight in weights], None)
     of_weights = of_weights.float().clamp(min=_SMALL_WEIGHT * math.sqrt(sum(one.numel() for one in weights)))
     pace = max(group["lr"] / (1 - min(group.get("momentum", 0.0), _MOST_MOMENTUM)) for group in trained)
     scale(grads, (share * of_weights / (pace * norm.float() + 1e-30)).clamp(max=1.0))
 
 
-def forget_moments(built: Mapping[Optimizer, Mapping[torch.Tensor, Mapping[str, Any]]]) -> None:
-    """Give optimizers the state that they had before their first step; most had none, Adagrad has its sums."""
-    for optimizer, states in built.items():
-        optimizer.state.clear()
-        for weight, state in states.items():
-            own = {name: one.clone(memory_format=torch.contiguous_format) for name, one in state.items()}
-            optimizer.state[weight] = own
-
-
-def built_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the state of an optimizer that has made none of its steps, as copies that take no memory."""
-    built: dict[torch.Tensor, dict[str, Any]] = {}
-    for weight, state in optimizer.state.items():
-        for name, one in state.items():
-            if not isinstance(one, torch.Tensor) or not one.numel() or bool((one != one.flatten()[0]).any()):
-                return {}  # it has made some
-            built.setdefault(weight, {})[name] = one.flatten()[:1].clone().expand(one.shape or (1,)).reshape(one.shape)
-    return built
+def needs_its_state(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer may have made its state when it was built, as Adagrad does. Others of torch make it in
+    their first step; what they have before the run comes from a checkpoint of a trainer.
+    """
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.Adagrad)
+    return bool(optimizer.state) and not is_torchs
 
 
 @dataclass(frozen=True)
@@ -138,7 +125,7 @@ class LimitUpdate(Remedy):
         return {"share": min(self.share, float(f"{case.facts['share'] / 3:.2g}"))} if case.facts["share"] else {}
 
     def applies(self, case: Case) -> bool:
-        return case.sgd
+        return case.sgd and not case.facts["sharded"]  # the norms would be those of a share of the weights
 
     def apply(self, run: Controls) -> None:
         lasting = run.extension(FurtherRemedies).lasting
@@ -199,8 +186,8 @@ class FurtherRemedies(Extension):
 
     def build(self, run: Run) -> None:
         self._run, updater = run, run.updater
-        self.lasting = lasting = LastingRemedies(updater.clipper.over_ranks)
-        self._built = {optimizer: built_state(optimizer) for optimizer in updater.optimizers}
+        self.lasting = lasting = LastingRemedies()
+        self._needs_its_state = [optimizer for optimizer in updater.optimizers if needs_its_state(optimizer)]
         updater.lasting.append(lasting)
         usual = lasting.state_dict()
 
@@ -217,11 +204,16 @@ class FurtherRemedies(Extension):
         return {
             "loss_scaler": updater.scaler is not None,
             "share": self.lasting.share_now,
+            "sharded": updater.clipper.over_ranks is not None,
             "lost_eps": lost_eps(updater.optimizers) is not None and not self.lasting.mends_eps,
         }
 
     def reset_moments(self) -> None:
-        forget_moments(self._built)
+        for optimizer in self._run.updater.optimizers:
+            if optimizer in self._needs_its_state:
+                log.warning("the moments of %s stay: it may not step without them", type(optimizer).__name__)
+            else:
+                optimizer.state.clear()
         self._run.scans.rebase()
 
     def lower_loss_scale(self, factor: float) -> None:

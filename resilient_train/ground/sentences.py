@@ -237,13 +237,13 @@ EVIDENCE = {
     "row_failed": "row {row:id} cannot be fetched: {error}",
     "bad_batch": "the batch holds values that are not finite",
     "no_gradient_finite": "no gradient is finite",
-    "gradients_not_finite": "gradients that are not finite: {names:names} ({bad} of {count:weight}<, from `{began}` on backward>)",
+    "gradients_not_finite": "gradients that are not finite: {names:names} ({bad} of {count:weight})",
     "hangs": "<asked?it was asked to stop, and >no {phase} was finished for {seconds:.0f} s; it hangs in {where}",
     "died": "the previous process died <during update {update}><!update?after step {step}><silent? without logging anything><skipped?, and the one before that at the same samples: they are skipped>",
     "damaged": "{name} {why}",
     "not_written": "the checkpoint of step {step} could not be written: {why}",
     "smaller_batch": "{why}; micro-batches of {rows:row} from now on",
-    "lost_gpu": "{error}: this process cannot use the GPU any more<; on the host {why}, with {rows:rows} alone><; samples at which {times} processes in a row end are skipped>",
+    "lost_gpu": "{error}: this process cannot use the GPU any more<; samples at which {times} processes in a row end are skipped>",
 }
 
 # What is wrong with a row.
@@ -322,7 +322,6 @@ ADVICE = {
     "kept_not_finite": ("Weights and buffers are finite, and something kept is not: look at the code that updates it."),
     "again_after_rewind": "It happened again at the same place after a rewind.",
     "died_twice": "Look at {rows:rows}: the process ended there twice.",
-    "rows_raise_on_host": "Fix or remove {rows:rows}: {why}.",
     "ranks_decide": "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version of a file on another host, or a state that only some ranks change.",
     "on_purpose": "{what:say}: taken as a change on purpose; to declare it: expect=[{step:id}]",
     # Several incidents together.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from resilient_train.core.protocols import Hook
 from resilient_train.core.transaction import Transaction
 from resilient_train.ground.wording import log
 
-_SET_MODE = torch.set_anomaly_enabled
 _ABSENT = object()
 _LOOKS = 5  # calls of `Attributes.now` in which those that change are looked for
 
@@ -24,40 +23,26 @@ Saved = Sequence[tuple[dict[str, Any], str, Any]]  # attributes of modules: wher
 class AnomalyMode:
     """Turns off the NaN check of autograd: it would end a run at a NaN that the gate refuses and a replay explains."""
 
-    _open: ClassVar[int] = 0  # blocks of this process; they need not end in the order in which they began
-    _wanted: ClassVar[bool] = False  # the check, by user code
-
     def __init__(self, backward: Callable[[Tensor], None]) -> None:
         self._backward, self._has_warned = backward, False
 
     @contextmanager
     def without_nan_check(self) -> Iterator[None]:
-        """Turn the check off, also if user code turns the mode on in here, for a backward or for good."""
-        shared = AnomalyMode
-        if torch.is_anomaly_enabled():
-            self._set_without_check(True, torch.is_anomaly_check_nan_enabled())
-        shared._open += 1
-        torch.set_anomaly_enabled = self._set_without_check
+        """Turn the check off, if user code has turned it on, and at the end on again."""
+        has_check = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        if has_check:
+            torch.set_anomaly_enabled(True, False)
+        if has_check and not self._has_warned:
+            self._has_warned = True
+            log.warning(_COSTLY)
         try:
             yield
         finally:
-            shared._open -= 1
-            if not shared._open:
-                torch.set_anomaly_enabled = _SET_MODE
-                if torch.is_anomaly_enabled() and shared._wanted:  # as user code has left it
-                    _SET_MODE(True, True)
-                shared._wanted = False
-
-    def _set_without_check(self, enabled: bool, check_nan: bool = True) -> None:
-        if enabled and check_nan:
-            AnomalyMode._wanted = True
-            if not self._has_warned:
-                log.warning(_COSTLY)
-            self._has_warned = True
-        _SET_MODE(enabled, False)
+            if has_check and torch.is_anomaly_enabled():
+                torch.set_anomaly_enabled(True, True)
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward. The objective may have set the mode itself, so it is checked again here."""
+        """Run backward. The objective may have turned the check on itself, so it is looked for here again."""
         with self.without_nan_check():
             self._backward(loss)
 

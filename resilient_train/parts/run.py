@@ -117,17 +117,13 @@ def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapp
 
 
 def nonfinite(norms: Mapping[str, float]) -> Facts:
-    """Say which weights, in order, have gradients that are not finite. Backward meets layers in reverse: if all up
-    to one are affected, it began there.
-    """
+    """Say which weights, in order, have gradients that are not finite."""
     names = [name for name, norm in norms.items() if not isfinite(norm)]
     if not names:
         return ()
     if 1 < len(names) == len(norms):
         return fact("no_gradient_finite")
-    is_up_to_one = len(names) > 1 and names == [*norms][: len(names)]
-    began = (names[-1].rpartition(".")[0] or names[-1]) if is_up_to_one else ""
-    return fact("gradients_not_finite", names=names, bad=len(names), count=len(norms), began=began)
+    return fact("gradients_not_finite", names=names, bad=len(names), count=len(norms))
 
 
 @dataclass(kw_only=True)
@@ -139,6 +135,8 @@ class Run(RunParts):
     leave_out: Callable[[Sequence[int], Facts, int], bool] = lambda rows, reason, incident: False
     sinks: list[Any] = field(default_factory=list)  # an `extensions.Sink` each
     is_patched: Callable[[str, int, str], bool] = lambda file, line, op: False  # whether what breaks there is repaired
+    # Whether a patch has a value where every batch raises such an error, first met at such a tick.
+    may_patch: Callable[[Exception, int], bool] = lambda error, tick: False
     handled_lines: set[tuple[str, int, str]] = field(default_factory=set)  # of operations: patched, or cannot be
     backend: Computation
     buffers: BufferWatch

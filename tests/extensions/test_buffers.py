@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from resilient_train.ground.types import fact
 from resilient_train.loop.guard import Guard
-from resilient_train.parts.modes import Attributes, BufferWatch
+from resilient_train.parts.modes import BufferWatch
 
 
 def test_a_watched_buffer_changes_no_loss_while_it_is_finite() -> None:
@@ -46,40 +46,6 @@ def test_a_watched_buffer_changes_no_loss_while_it_is_finite() -> None:
     del net._buffers["wave"]
     watch.spoil(loss).backward()  # type: ignore[no-untyped-call]
     assert loss.grad == 1
-
-
-class Counting(nn.Module):
-    """Counts, remembers, and keeps things that are no state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.calls, self.rate, self.width, self.name = 0, 1.0, 7, "net"
-
-    def forward(self, rows: Tensor) -> Tensor:
-        self.calls += 1
-        self.rate *= 0.5
-        self.hidden: Tensor = rows.detach() * self.calls
-        self.attention = rows * self.weight
-        return self.attention.sum()
-
-
-def test_attributes_that_change_with_each_forward_are_known() -> None:
-    """Numbers, and tensors by reference; not what holds a graph, and nothing that does not change."""
-    net = Counting()
-    attributes = Attributes(net)
-    for _ in range(5):
-        attributes.now()
-        net(torch.ones(2))
-    before, kept = dict(vars(net)), attributes.now()
-    assert {name for _, name, _ in kept} == {"calls", "rate", "hidden"}
-    net(torch.full((2,), torch.nan))
-    net.width = 8
-    attributes.set(kept, only_lost=True)
-    assert net.calls == 6
-    assert net.hidden is before["hidden"]
-    attributes.set(kept)
-    assert (net.calls, net.rate, net.width) == (5, 2**-5, 8)
 
 
 class Sometimes(nn.Module):

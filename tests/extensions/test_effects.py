@@ -8,28 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from group import together
-from guarded import trained
-from tasks import SUMMED
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from resilient_train import Guard
 from resilient_train.core.clip import clip
 from resilient_train.core.controls import Controls
 from resilient_train.durable.run_history import RunHistory
-from resilient_train.extensions.optimizer_remedies import LastingRemedies, built_state, clip_to_share, forget_moments
+from resilient_train.extensions.optimizer_remedies import (
+    FurtherRemedies,
+    LastingRemedies,
+    clip_to_share,
+    needs_its_state,
+)
 from resilient_train.extensions.quarantine import RowsLeftOut
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.types import fact
 
 
-def controls() -> Controls:
+def controls(build: Any = torch.optim.SGD) -> Controls:
     model, data = nn.Linear(2, 1), TensorDataset(torch.zeros(64, 2), torch.zeros(64, 1))
-    guard = Guard(None, model, torch.optim.SGD(model.parameters(), lr=0.1), data=data, batch_size=4, steps=16)
+    guard = Guard(None, model, build(model.parameters(), lr=0.1), data=data, batch_size=4, steps=16)
     return guard._controls
 
 
@@ -139,51 +138,14 @@ def test_weights_that_begin_at_zero_can_move() -> None:
 
 
 @pytest.mark.parametrize("build", [torch.optim.Adagrad, torch.optim.Adam, torch.optim.Rprop])
-def test_an_optimizer_without_its_moments_steps_as_a_new_one(build: Any) -> None:
-    """Also one that makes its state when it is built, and needs it in its first step."""
-    weights = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(()))]
-
-    def step(optimizer: torch.optim.Optimizer) -> None:
-        for weight in weights:
-            weight.grad = torch.full_like(weight, 0.3)
-        optimizer.step()
-
-    optimizer = build(weights, lr=0.1)
-    built = {optimizer: built_state(optimizer)}
-    for _ in range(5):
-        step(optimizer)
-    forget_moments(built)
-    ends = []
-    for one in (optimizer, build(weights, lr=0.1)):
-        for weight in weights:
-            nn.init.ones_(weight)
-        step(one)
-        ends.append([weight.tolist() for weight in weights])
-    assert ends[0] == ends[1]
-
-
-def on_ranks(size: int) -> tuple[list[str], float, float]:
-    """Train on every rank, with whole weights on one and sharded ones on two: remedies, last step and loss."""
-    torch.manual_seed(0)
-    net, rows = SUMMED.model(), SUMMED.data()
-    accelerator = Accelerator(cpu=True)
-    if size > 1:
-        fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
-    guard = Guard(accelerator, net, SUMMED.optimizer(net.parameters()), data=rows, batch_size=32 // size, steps=60,
-                  objective=lambda model, batch: size * SUMMED.loss(model, batch))  # fmt: skip
-    trained(guard)
-    remedies = [action.remedy for one in guard.incidents for action in one.decision.actions]
-    with torch.no_grad():
-        loss = float(SUMMED.loss(net, rows.tensors))
-    guard.world.leave()
-    return remedies, guard.clock.tick, loss
-
-
-def test_sharded_weights_are_limited_as_whole_ones() -> None:
-    """By their norm over all ranks: the same treatment, and the same loss."""
-    [(code, (remedies, ticks, loss))] = together(1, on_ranks, 1)
-    assert code == 0
-    assert "limit_update" in remedies
-    for theirs, (others, their_ticks, their_loss) in together(2, on_ranks, 2):
-        assert (theirs, others, their_ticks) == (0, remedies, ticks)
-        assert their_loss == pytest.approx(loss, rel=0.05)  # summed in another order, in a run that amplifies that
+def test_moments_are_reset_where_the_first_step_makes_them(build: Any) -> None:
+    """Adagrad makes its own when it is built, and cannot step without them: they stay."""
+    mine = controls(build)
+    (optimizer,) = mine._parts.updater.optimizers
+    for weight in mine._parts.updater.weights:
+        weight.grad = torch.full_like(weight, 0.3)
+    optimizer.step()
+    assert needs_its_state(optimizer) == (build is torch.optim.Adagrad)  # as a trainer that has resumed hands it over
+    mine.extension(FurtherRemedies).reset_moments()
+    assert bool(optimizer.state) == (build is torch.optim.Adagrad)
+    optimizer.step()

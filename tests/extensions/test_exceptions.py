@@ -118,14 +118,13 @@ def twice(model: Any, batch: Any) -> Tensor:
     return squared(model, batch)
 
 
-WHERE = torch.tensor([7, 8, 9])
-
-
 def replicated(bad: list[int]) -> tuple[list[int], str]:
     torch.manual_seed(0)
     data = readings()
     data.tensors[1][bad] = 8
-    model = nn.parallel.DistributedDataParallel(Readings())
+    net = Readings()
+    net.norm = nn.Identity()  # type: ignore[assignment]  # without buffers, which each forward would broadcast
+    model = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     guard = Guard(None, model, optimizer, data=data, batch_size=16, steps=12, objective=twice, shuffle=False)
     trained(guard).settle()
@@ -140,24 +139,6 @@ def of_a_group(bad: list[int]) -> tuple[list[int], str]:
 def test_ranks_of_ones_own_group_raise_alike() -> None:
     """One rank raises before its forward: the others, whose model is in DDP, do not wait for it."""
     assert agreed(2, of_a_group, [80])[0] == [80]
-
-
-def accumulated(bad: list[int]) -> tuple[list[int], str]:
-    torch.manual_seed(0)
-    data, accelerator = readings(), Accelerator(cpu=True, gradient_accumulation_steps=2)
-    data.tensors[1][bad] = WHERE
-    model = accelerator.prepare(Readings())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    guard = Guard(accelerator, model, optimizer, data=data, batch_size=16, steps=12, objective=twice, shuffle=False)
-    trained(guard).settle()
-    return accused(guard.incidents), weights_sha256(guard.state)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_ranks_broadcast_alike_in_every_micro_batch(number: int) -> None:
-    """Forwards broadcast by what the last one, with or without a reduction, has left: no rank waits for another."""
-    bad = [64 * update + 32 * number + 16 for update in (1, 2, 3)]  # of rank 1
-    assert agreed(2, accumulated, bad)[0] == bad
 
 
 # Updates whose loss the loop hands over, and guards with an objective.
@@ -212,13 +193,7 @@ def length_with_anomaly_mode(model: Any, batch: Any) -> Any:
     return length(model, batch)
 
 
-def length_around_backward(model: Any, batch: Any) -> Any:
-    """Leave the mode on with its check, as a context around forward and backward has it."""
-    torch.autograd.set_detect_anomaly(True, check_nan=True).__enter__()
-    return length(model, batch)
-
-
-@pytest.mark.parametrize("where", ["in the objective", "handed over", "in the loop"])
+@pytest.mark.parametrize("where", ["in the objective", "handed over"])
 def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
     where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,11 +204,11 @@ def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(4, 3, bias=False)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    objective = {"in the objective": length_with_anomaly_mode}.get(where)
+    objective = length_with_anomaly_mode if where == "in the objective" else None
     guard = Guard(accelerator, model, optimizer, data=data, batch_size=8, objective=objective, shuffle=False)
     with torch.autograd.set_detect_anomaly(True):
         if objective is None:
-            handed_over(guard, length_around_backward if where == "in the loop" else length, 30)
+            handed_over(guard, length, 30)
         else:
             trained(guard, 30)
         assert torch.is_anomaly_enabled()

@@ -43,7 +43,7 @@ load()  # the remedies of all extensions
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
 SHIPPED = conf() / "recovery"
 POLICIES = ["aggressive", "balanced", "conservative", "off", "palm", "skip"]  # that do something
-FACTS = {"loss_scaler": True, "armor": False, "share": 0.0, "lost_eps": False, "trial_updates": 0}
+FACTS = {"loss_scaler": True, "armor": False, "share": 0.0, "sharded": False, "lost_eps": False, "trial_updates": 0}
 ANY = Case(refused(9), unknown(refused(9)), snapshots=4, rows=10_000, facts=FACTS)
 
 
@@ -66,6 +66,7 @@ def run_with(name: str, fault: Fault, **more: Any) -> tuple[Run, Any]:
         (["rewind", "limit_update"], landed(9), [], {"sgd": True}, ["rewind", "limit_update"]),
         (["rewind", "limit_update"], landed(9), [], {}, []),
         (["tighten_clip", "reset_moments", "rewind"], landed(9), [], {}, ["rewind", "reset_moments", "tighten_clip"]),
+        (["rewind", "limit_update"], landed(9), [], {"sgd": True, "facts": {**FACTS, "sharded": True}}, []),
         (["quarantine"], refused(9), [17], {}, ["quarantine"]),
         (["quarantine"], refused(9), [], {}, []),
         (["quarantine"], refused(9), [17], {"rows": 0}, []),
@@ -214,7 +215,7 @@ def test_what_is_no_policy_is_refused_at_once(
     ("name", "has_landed"),
     [(name, landed) for name in POLICIES for landed in (False, True) if (name, landed) != ("skip", True)],
 )
-@pytest.mark.parametrize("signal", list(Signal))
+@pytest.mark.parametrize("signal", {by_signal(refused(1, signal=one)).cause: one for one in Signal}.values(), ids=str)
 def test_a_fault_in_every_update_ends(name: str, has_landed: bool, signal: Signal) -> None:
     """Every policy gives up within its own budget: of updates in a row, or of rewinds to the same place."""
     budget = policy_named(name).budget

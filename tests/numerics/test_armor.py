@@ -5,14 +5,11 @@ from __future__ import annotations
 import gc
 import importlib
 import itertools
-import json
 import linecache
 import math
-import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -204,31 +201,6 @@ def test_what_leaves_the_type_on_the_way_and_comes_back_is_what_it_is(write: Wri
     assert finite(slopes(module.f, torch.tensor([[1e4, -3.0, 0.0]]))), "beyond the wider type, too"
 
 
-def test_the_backward_of_a_users_own_operation_is_patched(write: Write, armor: Armor) -> None:
-    module = write("""
-        class Root(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                ctx.save_for_backward(x)
-                return x.sign() * x.abs().sqrt()
-
-            @staticmethod
-            def backward(ctx, slope):
-                x, = ctx.saved_tensors
-                return slope * 0.5 / x.abs().sqrt()  # guilty
-
-        def f(x):
-            return Root.apply(x)
-    """)
-    x = torch.tensor([4.0, 0.0, -0.25])
-    bare = slopes(module.f, x)
-    assert not finite(bare)
-    put_on(armor, module, "div")
-    value, slope = slopes(module.f, x)
-    assert same_bits([value, slope[[0, 2]]], [bare[0], bare[1][[0, 2]]])
-    assert finite([slope])
-
-
 def test_where_a_wider_type_is_no_help_armor_is_as_without_anything_around_it(write: Write, armor: Armor) -> None:
     """At a pole, and for the logarithm of a singular determinant, which has no other value and is no reward."""
     module = write("""
@@ -315,6 +287,7 @@ def test_what_is_no_tensor_of_floating_numbers_passes(write: Write, armor: Armor
         module.compute(1, 0)
     assert module.compute(torch.tensor([4]), 2).item() == 2.0
     assert module.joined("a", "b") == "ab"
+    assert [len(one) for one in module.joined([torch.ones(2)], [torch.ones(3)])] == [2, 3]
     assert module.joined(torch.tensor([True]), torch.tensor([2])).tolist() == [3]
     assert module.joined(torch.tensor([1j]), 1).tolist() == [1 + 1j]
     with pytest.warns(UserWarning, match="degrees of freedom"):
@@ -329,8 +302,8 @@ PLACES = {
     "lambda": "compute = lambda x: x.digamma()  # guilty",
     "comprehension": "def compute(x):\n    return [one.digamma() for one in (x,)][0]  # guilty",
     "method": "class A:\n    def f(self, x):\n        return x.digamma()  # guilty\ncompute = A().f",
-    "private": "class A:\n    def f(self, x):\n        return self.__g(x)  # guilty\n    __g = torch.digamma\n"
-    "A._A__g = staticmethod(torch.digamma)\ncompute = A().f",
+    "private": "class A:\n    def f(self, x):\n        return self.__digamma(x)  # guilty\n"
+    "    __digamma = torch.digamma\nA._A__digamma = staticmethod(torch.digamma)\ncompute = A().f",
     "super": "class B(nn.Identity):\n    pass\nclass A(B):\n    def forward(self, x):\n"
     "        return super().forward(x.digamma())  # guilty\ncompute = A()",
     "decorated": "@torch.no_grad()\n@functools.lru_cache\ndef compute(x):\n    return x.digamma()  # guilty",
@@ -370,25 +343,16 @@ def test_tracebacks_keep_their_lines(write: Write, armor: Armor) -> None:
                 .matmul(y)  # guilty
                 .clone()
             )
-        def called(x, y):
-            return torch.add(x,
-                             torch.matmul(  # guilty
-                                 x, y
-                             ))
     """)
 
-    def place(name: str) -> list[tuple[str, int | None, str]]:
+    def place() -> list[int | None]:
         with pytest.raises(RuntimeError) as raised:
-            getattr(module, name)(torch.ones(2), torch.ones(3))
-        frames = traceback.extract_tb(raised.tb)
-        return [(frame.filename, frame.lineno, frame.name) for frame in frames if frame.filename == module.__file__]
+            module.compute(torch.ones(2), torch.ones(3))
+        return [frame.lineno for frame in traceback.extract_tb(raised.tb) if frame.filename == module.__file__]
 
-    guilty = {"compute": "matmul", "called": "matmul"}
-    for line, (name, op) in zip(lines(module), guilty.items(), strict=True):
-        bare = place(name)
-        patched = armor.add(str(module.__file__), line, op)
-        assert place(name) == bare == [(module.__file__, line, name)]
-        assert patched.function == name
+    bare = place()
+    put_on(armor, module, "matmul")
+    assert place() == bare == lines(module)
 
 
 # --------------------------------------------------------------------------------------------------- under what it runs
@@ -510,7 +474,7 @@ def test_armor_adds_up_and_comes_off(write: Write, armor: Armor) -> None:
     module = write("def compute(x):\n    return x.digamma(), x.erfinv()  # guilty\n")
     code, other = module.compute.__code__, Armor()
     first = put_on(armor, module, "digamma")
-    assert put_on(armor, module, "digamma") is first
+    assert put_on(armor, module, "digamma") == first
     second = put_on(armor, module, "erfinv")
     assert armor.lines == [first, second]
     put_on(other, module, "digamma")
@@ -519,33 +483,6 @@ def test_armor_adds_up_and_comes_off(write: Write, armor: Armor) -> None:
     armor.remove()
     assert armor.lines == []
     assert module.compute.__code__ is code
-
-
-def test_a_plate_is_found_again_after_an_edit(write: Write, armor: Armor) -> None:
-    """In another process, where the line has moved, by the name of its function and by its text."""
-    body = "def compute(x):\n    x = x.digamma()\n    x = x * 2\n    x = x.digamma()\n    return x\n"
-    module = write(body)
-    path = Path(str(module.__file__))
-    line = len(path.read_text().splitlines()) - 1
-    patched = armor.add(str(module.__file__), line, "digamma")
-    assert (patched.function, patched.text, patched.count) == ("compute", "x = x.digamma()", 1)
-    armor.remove()
-    patched = PatchedLine(**json.loads(json.dumps(asdict(patched))))
-    edited = "def other(x):\n    x = x.digamma()\n    return x\n\n\n" + path.read_text()
-    path.write_text(edited.replace("from __future__ import annotations\n", ""))
-    module.__dict__.clear()  # no function of it is left
-    sys.modules.pop(path.stem)
-    importlib.invalidate_caches()
-    module = importlib.import_module(path.stem)
-    again = armor.add_again(patched)
-    assert again == PatchedLine(patched.file, "compute", "x = x.digamma()", 1, line + 4, "digamma")
-    out = module.compute(torch.tensor([1.0, 0.0]))
-    assert not out.isnan().any()
-    gone = PatchedLine(patched.file, "compute", "x = x.erfinv()", 0, line, "erfinv")
-    with pytest.raises(CannotArmor, match="has no such line any more"):
-        armor.add_again(gone)
-    with pytest.raises(CannotArmor, match="no live function comes from /nowhere"):
-        armor.add_again(PatchedLine("/nowhere.py", "compute", "x", 0, 1, "log"))
 
 
 def test_the_code_of_a_cell_of_a_notebook_can_be_armored(armor: Armor) -> None:
@@ -617,20 +554,17 @@ def test_a_file_that_was_edited_is_not_what_runs(write: Write, armor: Armor, edi
 
 
 def test_what_runs_goes_on_as_it_is(write: Write, armor: Armor) -> None:
-    """A loop of the user's own, and a generator that waits, would not see the armor."""
+    """A loop of the user's own would not see the armor."""
     module = write("""
         def loop(act):
             x = torch.zeros(2)
             act()
             return x.digamma()  # guilty
-        def steps():
-            while True:
-                yield torch.zeros(2).digamma()  # guilty
         def maker(act):
             act()
             return (lambda x: x.digamma())(torch.zeros(2))  # guilty
     """)
-    loop, steps, maker = lines(module)
+    loop, maker = lines(module)
 
     def refused(line: int, why: str) -> None:
         with pytest.raises(CannotArmor, match=why):
@@ -638,15 +572,10 @@ def test_what_runs_goes_on_as_it_is(write: Write, armor: Armor) -> None:
 
     module.loop(lambda: refused(loop, "loop is running and keeps its code: move line"))
     module.maker(lambda: refused(maker, "maker.<locals>.<lambda> is not alive"))
-    waiting = module.steps()
-    next(waiting)
-    refused(steps, "steps is running")
-    waiting.close()
-    for line in (loop, steps, maker):
+    for line in (loop, maker):
         armor.add(str(module.__file__), line, "digamma")
     assert module.loop(lambda: None).isfinite().all()
     assert module.maker(lambda: None).isfinite().all()
-    assert next(module.steps()).isfinite().all()
 
 
 def test_a_function_that_is_called_like_an_operation_is_not_taken_for_it(write: Write, armor: Armor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ from torch.nn import functional as F
 
 from resilient_train.extensions.armor.domains import call, call_distribution, has_value
 
-MADE: dict[str, tuple[Callable[..., Any], Callable[[Tensor], dict[str, Any]]]] = {
+LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+MADE: dict[str, tuple[type[d.Distribution], Callable[[Tensor], dict[str, Any]]]] = {
     "Normal": (d.Normal, lambda x: {"loc": torch.zeros(2), "scale": x}),
     "Gamma": (d.Gamma, lambda x: {"concentration": x, "rate": 1.0}),
     "Beta": (d.Beta, lambda x: {"concentration1": x, "concentration0": torch.ones_like(x.detach())}),
@@ -39,39 +39,27 @@ def test_a_parameter_outside_is_moved_inside(name: str, dtype: torch.dtype) -> N
         moved.sum().backward()
         assert parameter.grad is not None
         assert parameter.grad.tolist() == [1.0, 1.0]
-    probs = call_distribution(d.Bernoulli, (torch.tensor([math.inf, 0.4, 0.0]),), {}).probs
+    probs: Any = call_distribution(d.Bernoulli, (torch.tensor([math.inf, 0.4, 0.0]),), {}).probs
     assert 0.9 < probs[0] < 1.0
     assert probs[2] == 0.0, "it is inside"
 
 
-@pytest.mark.parametrize("name", ["inv", "cholesky"])
-def test_a_matrix_of_zeros_becomes_as_large_as_the_others(name: str) -> None:
-    """What is made of it is, too: a multiple of the identity that is tiny next to them would have a huge inverse."""
-    matrices = torch.eye(3) * torch.tensor([2.0, 0.0, 2.0])[:, None, None]
-    made = call(getattr(torch.linalg, name), f"linalg_{name}", (matrices,), {})
-    assert torch.allclose(made[1], made[0])
-
-
 def test_what_is_added_to_a_matrix_is_as_much_as_it_takes() -> None:
-    """The others of the batch stay as they are, also as covariances; a NaN stays one, and is refused."""
+    """The others of the batch stay as they are, also as covariances; one of zeros becomes as large as they are, or its
+    inverse would be huge; a NaN stays one, and is refused.
+    """
+    zeros = torch.eye(3) * torch.tensor([2.0, 0.0, 2.0])[:, None, None]
+    inverses = call(torch.linalg.inv, "linalg_inv", (zeros,), {})
+    assert torch.allclose(inverses[1], inverses[0])
     matrices = torch.diag_embed(torch.tensor([[2.0, 1.0, 0.5], [3.0, -1.0, 1.0]]))
     made = call(torch.linalg.cholesky, "linalg_cholesky", (matrices,), {})
     assert torch.equal(made[0], torch.linalg.cholesky(matrices[0]))
     assert made.isfinite().all()
-    density = call_distribution(d.MultivariateNormal, (torch.zeros(2, 3),), {"covariance_matrix": matrices})
+    density: Any = call_distribution(d.MultivariateNormal, (torch.zeros(2, 3),), {"covariance_matrix": matrices})
     assert torch.equal(density.covariance_matrix[0], matrices[0])
     assert density.log_prob(torch.ones(2, 3)).isfinite().all()
     with pytest.raises(ValueError, match="constraint"):
         call_distribution(d.MultivariateNormal, (torch.zeros(3),), {"covariance_matrix": matrices[0] * math.nan})
-
-
-def test_a_width_of_zero_has_a_bounded_slope() -> None:
-    width = torch.tensor([-3.0, 1.0], requires_grad=True)
-    normal = call_distribution(d.Normal, (torch.zeros(2), width), {})
-    normal.log_prob(torch.ones(2)).sum().backward()
-    assert width.grad is not None
-    assert width.grad.isfinite().all()
-    assert width.grad.abs().max() < 1e11
 
 
 def test_a_value_outside_of_the_support_is_moved() -> None:
@@ -121,36 +109,29 @@ def test_a_chance_beyond_one_is_one_and_a_nan_stays_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "has"),
+    ("kind", "text", "has"),
     [
-        ("linalg.cholesky: (Batch element 0): The factorization could not be completed", True),
-        ("torch.linalg.solve: The solver failed because the input matrix is singular.", True),
-        ("linalg.inv: The diagonal element 1 is zero", True),
-        ("invalid multinomial distribution (sum of probabilities <= 0)", True),
-        ("probability tensor contains either `inf`, `nan` or element < 0", True),
-        ("all elements of input should be between 0 and 1", True),
-        ("linalg.eigh: The algorithm failed to converge", False),
-        ("linalg.cholesky: A must be batches of square matrices", False),
-        ("mat1 and mat2 shapes cannot be multiplied", False),
-        ("", False),
+        (LinAlgError, "linalg.cholesky: (Batch element 0): The factorization could not be completed", True),
+        (LinAlgError, "torch.linalg.solve: The solver failed because the input matrix is singular.", True),
+        (LinAlgError, "linalg.eigh: The algorithm failed to converge", False),
+        (RuntimeError, "linalg.cholesky: A must be batches of square matrices", False),
+        (RuntimeError, "invalid multinomial distribution (sum of probabilities <= 0)", True),
+        (RuntimeError, "mat1 and mat2 shapes cannot be multiplied", False),
     ],
 )
-def test_for_which_errors_a_patch_has_a_value(text: str, has: bool) -> None:
-    is_of_matrix = "linalg" in text and "must be" not in text
-    kind = torch.linalg.LinAlgError if is_of_matrix else RuntimeError  # type: ignore[attr-defined]
+def test_for_which_errors_a_patch_has_a_value(kind: type[Exception], text: str, has: bool) -> None:
     assert has_value(kind(text)) is has
 
 
 def test_what_stands_for_nothing_is_refused() -> None:
-    """A NaN was made elsewhere; no count stands for an impossible one, and no vector is the nearest by its elements."""
-    for made in (partial(d.Normal, 0.0), d.Bernoulli):
-        with pytest.raises(ValueError, match="constraint"):
-            call_distribution(made, (torch.tensor([math.nan, 1.0]),), {})
+    """A NaN was made elsewhere, and no vector is the nearest by its elements."""
     for of, bad in (
-        (d.Poisson(torch.tensor([1.0, 2.0])), -1.0),
-        (d.Bernoulli(torch.tensor([0.3, 0.4])), 0.9),
-        (d.Categorical(torch.tensor([0.3, 0.7])), 2.0),
-        (d.Dirichlet(torch.ones(2)), 0.9),
+        (d.Bernoulli, [math.nan, 1.0]),
+        (d.Exponential, [math.nan, 1.0]),
+        (d.Categorical, [-1.0, 2.0]),
+        (d.Poisson(torch.tensor([1.0, 2.0])).log_prob, [-1.0, 1.0]),
+        (d.Categorical(torch.tensor([0.3, 0.7])).log_prob, [2.0, 1.0]),
+        (d.Dirichlet(torch.ones(2)).log_prob, [0.9, 1.0]),
     ):
-        with pytest.raises(ValueError, match="support"):
-            call_distribution(of.log_prob, (torch.tensor([bad, 1.0]),), {})
+        with pytest.raises(ValueError, match=r"constraint|support"):
+            call_distribution(of, (torch.tensor(bad),), {})

@@ -2,83 +2,22 @@
 
 from __future__ import annotations
 
-import math
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from resilient_train.core.controls import Controls
-from resilient_train.core.protocols import Computed, Effect, OnError
+from resilient_train.core.protocols import Effect
 from resilient_train.core.remedies import Case, Remedy
-from resilient_train.core.transaction import Transaction
 from resilient_train.extensions import Extension
-from resilient_train.extensions.armor.armor import Armor, CannotArmor, LineChanged, PatchedLine, is_patched
+from resilient_train.extensions.armor.armor import Armor, CannotArmor, is_patched
 from resilient_train.extensions.armor.domains import has_value
-from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.secrets import masked_tree
 from resilient_train.ground.types import Culprit, Diagnosis, Incident
-from resilient_train.ground.wording import IN_FILE_ONLY, log
+from resilient_train.ground.wording import log
 from resilient_train.parts.code_lines import Line, line_of
 from resilient_train.parts.run import Run
-from resilient_train.processes.world import is_lost_device
-
-
-class Patches(Armor):
-    """Those of one run: each line is tried once, by one operation and then as a whole, and resumes find them again."""
-
-    def __init__(self, handled: set[tuple[str, int, str]]) -> None:
-        """`handled`: lines that were patched, or cannot be: file, line, operation; an empty one is all of the line."""
-        super().__init__()
-        self._handled = handled
-
-    def add(self, file: str, line: int, op: str) -> PatchedLine:
-        patched = super().add(file, line, op)
-        self._handled.add((file, line, op))
-        return patched
-
-    def can_add(self, culprit: Culprit) -> bool:
-        """Say whether the line of a culprit can be patched and was not. That is slow: it visits all objects."""
-        where = self.target(culprit)
-        if where in self._handled:
-            return False
-        try:
-            self.check(*where)
-        except CannotArmor as why:
-            self._handled |= {where, (culprit.file, culprit.line, "")}
-            log.warning("cannot patch `%s` at %s:%d: %s", culprit.op, culprit.file, culprit.line, why)
-            return False
-        return True
-
-    def target(self, culprit: Culprit) -> tuple[str, int, str]:
-        """Return the operation in its line, or if that was patched already all that the line computes."""
-        where = culprit.file, culprit.line, culprit.op
-        return where if where not in self._handled else (culprit.file, culprit.line, "")
-
-    def effect(self) -> Effect:
-        def state() -> Any:
-            return masked_tree([asdict(patch) for patch in self.lines])
-
-        def agreed() -> Any:  # not the paths: each host may have its own
-            return [(patch.function, patch.text, patch.count, patch.op) for patch in self.lines]
-
-        return Effect("armor", state, self._restore, agreed=agreed)
-
-    def _restore(self, state: Any) -> bool:
-        """Patch the lines of an earlier process; return whether one was changed since."""
-        has_dropped = False
-        for patch in [PatchedLine(**patch) for patch in state]:
-            try:
-                self.add_again(patch)
-            except LineChanged:
-                log.info("%s:%d was changed since: its patch is removed", patch.file, patch.line)
-                has_dropped = True
-            except CannotArmor as why:
-                log.warning("can no longer patch `%s` at %s:%d: %s", patch.op, patch.file, patch.line, why)
-        return has_dropped
 
 
 @dataclass(frozen=True)
@@ -94,54 +33,84 @@ class PatchOperation(Remedy):
         run.extension(PatchedLines).patch(run.incident)
 
 
-class PatchedLines(Extension, OnError):
+class PatchedLines(Extension):
+    """Each line is tried once, by one operation and then as a whole, and resumes find it again if it is as it was."""
+
     remedies = MappingProxyType({"armor": PatchOperation})
 
     def build(self, run: Run) -> None:
-        self._run, self.patches, run.is_patched = run, Patches(run.handled_lines), is_patched
-        self._examined: dict[tuple[Line | None, int], int] = {}  # by line and rewinds before: the first tick
-        self._logged: set[str] = set()
-        run.effects.append(self.patches.effect())
-        run.on_error.append(self)
+        self._run, self.armor = run, Armor()
+        self._handled = run.handled_lines  # that were patched, or cannot be: file, line, operation; "": all of the line
+        self._raised: dict[tuple[Line | None, int], int] = {}  # by line and rewinds before: the first tick
+        run.is_patched, run.may_patch = is_patched, self._may_patch
+        run.effects.append(Effect("armor", self._state, self._restore, agreed=self._agreed))
 
     def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
         can_patch = not has_landed and all(self._run.world.all_of(self._can_patch(diagnosis)))
         # After a line was patched an early failure does not indicate a wrong learning rate.
-        return {"armor": can_patch, **({"at_start": False} if self.patches.lines else {})}
+        return {"armor": can_patch, **({"at_start": False} if self.armor.lines else {})}
 
     def patch(self, incident: Incident) -> None:
         culprit = incident.diagnosis.broken
         assert culprit is not None
-        self.patches.add(*self.patches.target(culprit))
+        self._add(culprit.file, culprit.line, self._op(culprit))
+
+    def _add(self, file: str, line: int, op: str) -> None:
+        self.armor.add(file, line, op)
+        self._handled.add((file, line, op))
+
+    def _op(self, culprit: Culprit) -> str:
+        """Return the operation of a culprit, or if that was patched already "": all that its line computes."""
+        return culprit.op if (culprit.file, culprit.line, culprit.op) not in self._handled else ""
 
     def _can_patch(self, diagnosis: Diagnosis) -> bool:
-        """Say whether the line can be patched and was not; looked up only if a rung of the cause would."""
+        """Say whether the line can be patched and was not; looked up only if a rung of the cause would, as that visits
+        all objects.
+        """
         culprit = diagnosis.broken
         if culprit is None or not culprit.line or not diagnosis.patchable:
             return False
         ladder = self._run.policy.ladder(diagnosis.cause)
-        return any(one.remedy == "armor" for rung in ladder for one in rung.do) and self.patches.can_add(culprit)
+        where = culprit.file, culprit.line, self._op(culprit)
+        if where in self._handled or not any(one.remedy == "armor" for rung in ladder for one in rung.do):
+            return False
+        try:
+            self.armor.check(*where)
+        except CannotArmor as why:
+            self._handled |= {where, (culprit.file, culprit.line, "")}
+            log.warning("cannot patch `%s` at %s:%d: %s", culprit.op, culprit.file, culprit.line, why)
+            return False
+        return True
 
-    def loss_instead(self, error: Exception, open_updates: Sequence[Transaction]) -> Computed | None:
-        """Where every batch raises, refuse the update if a patch may help, and was not tried there already since the
-        last rewind. Not with other ranks, which wait in its collectives, nor with a loss scaler, for its gradients.
+    def _may_patch(self, error: Exception, tick: int) -> bool:
+        """Say whether a patch may help where every batch raises, and was not tried there already since the last rewind.
+        Not with other ranks, which wait in its collectives, nor with a loss scaler, for its gradients.
         """
-        begun, run = open_updates[-1], self._run
-        found = line_of(error, {})
-        first = self._examined.setdefault((found.line, run.updates.rewinds), begun.tick)
-        is_new = begun.tick <= first + 1  # the verdict on an update comes after the next one
+        run, found = self._run, line_of(error, {})
+        first = self._raised.setdefault((found.line, run.updates.rewinds), tick)
+        is_new = tick <= first + 1  # the verdict on an update comes after the next one
         is_plain = run.world.size == 1 and run.updater.scaler is None
-        if not (is_plain and is_new and (has_value(error) or found.of_distribution)) or is_lost_device(error):
-            return None
-        if run.policy.observe or not any(run.policy.ladders.values()):
-            return None
-        begun.raised.append(text := in_one_line(error))
-        if text not in self._logged:
-            self._logged.add(text)
-            log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
-        for weight in run.updater.weights:
-            weight.grad = torch.zeros_like(weight)
-        return torch.full((), math.nan, device=run.world.device), {}
+        return is_plain and is_new and (has_value(error) or found.of_distribution)
+
+    def _state(self) -> Any:
+        return masked_tree([asdict(patched) for patched in self.armor.lines])
+
+    def _agreed(self) -> Any:  # not the paths: each host may have its own
+        return [(patched.line, patched.text, patched.op) for patched in self.armor.lines]
+
+    def _restore(self, state: Any) -> bool:
+        """Patch the lines of an earlier process; return whether one was changed since."""
+        has_dropped = False
+        for file, line, text, op in [(one["file"], int(one["line"]), one["text"], one["op"]) for one in state]:
+            try:
+                if self.armor.text(file, line) == text:
+                    self._add(file, line, op)
+                else:
+                    log.info("%s:%d was changed since: its patch is removed", file, line)
+                    has_dropped = True
+            except CannotArmor as why:
+                log.warning("can no longer patch `%s` at %s:%d: %s", op, file, line, why)
+        return has_dropped
 
     def close(self) -> None:
-        self.patches.remove()
+        self.armor.remove()

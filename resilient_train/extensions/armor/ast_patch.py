@@ -1,31 +1,21 @@
 """Where a line calls us instead of its operation: the user's source, parsed, with some of its nodes replaced.
 
-Only the compiled copy changes, never the file. Its names say what they stand for: `__armor_method_of_log__`.
+Only the compiled copy changes, never the file. `x.log()` becomes `__armor_method__("log", x)`.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from resilient_train.extensions.armor import replacements
-from resilient_train.ground.operations import (
-    computes,
-    family,
-    is_in_place,
-    is_random,
-    overloads,
-    torchs_name,
-    writes,
-)
-
-PREFIX = "__armor_"
+from resilient_train.extensions.armor.replacements import PREFIX
+from resilient_train.ground.operations import computes, family, is_in_place, is_random, overloads, torchs_name, writes
 
 _OPERATORS: dict[type[ast.operator], str] = {
-    ast.Div: "div",
+    ast.Div: "truediv",
     ast.Mult: "mul",
     ast.Add: "add",
     ast.Sub: "sub",
@@ -49,39 +39,38 @@ class CannotArmor(Exception):
     """The line cannot be patched. The message says why, in one line for a person."""
 
 
-class LineChanged(CannotArmor):
-    """The function has no such line any more: a person has changed it since it was patched."""
-
-
 @dataclass(frozen=True, slots=True)
-class Target:
+class PatchedLine:
+    """One patched operation."""
+
+    file: str
     line: int
-    op: str  # as torch names the function
+    text: str  # of the line, stripped: a resume finds out by it whether a person has changed the line
+    op: str  # as torch names the function; "": all of the line
 
 
-def replacement(name: str) -> Callable[..., Any]:
-    form, _, of = name.removeprefix(PREFIX).removesuffix("__").partition("_of_")
-    function: Callable[..., Any] = getattr(replacements, form)
-    return function(of) if of else function
-
-
-def patch(tree: ast.Module, targets: set[Target], names: dict[str, Any]) -> None:
+def patch(tree: ast.Module, lines: Collection[PatchedLine], names: dict[str, Any]) -> None:
     """Replace the guilty nodes of a module; its globals say what `ln` is after `from torch import log as ln`."""
-    chosen = {node for target in targets for node in _guilty(tree, target, names)}
+    chosen = {node for one in lines for node in _guilty(tree, one, names)}
     _Rewriter(chosen, names).visit(tree)
 
 
-def _guilty(tree: ast.Module, target: Target, names: dict[str, Any]) -> list[Node]:
-    """Return the nodes of a line that name an operation, else all that compute: it was called within torch then."""
+def _guilty(tree: ast.Module, patched: PatchedLine, names: dict[str, Any]) -> list[Node]:
+    """Return the nodes of a line that name an operation, else all that compute: it was called within torch then. Of
+    those that cover the line they are the ones that begin there, else the shortest.
+    """
     nodes = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, Node) and node.lineno <= target.line <= (node.end_lineno or node.lineno)
+        if isinstance(node, Node) and node.lineno <= patched.line <= (node.end_lineno or node.lineno)
     ]
-    by_name = [node for node in nodes if target.op and family(target.op) == family(_name(node, names))]
-    found = _nearest(by_name, target.line) or _nearest([one for one in nodes if _may_compute(one)], target.line)
+    by_name = [node for node in nodes if patched.op and family(patched.op) == family(_name(node, names))]
+    found = by_name or [node for node in nodes if _may_compute(node)]
+    shortest = min([_height(node) for node in found], default=0)
+    begin_there = [node for node in found if node.lineno == patched.line]
+    found = begin_there or [node for node in found if _height(node) == shortest]
     if not (found := [node for node in found if not _is_in_place(node)]):
-        raise CannotArmor(f"nothing is computed in line {target.line}, or only in place")
+        raise CannotArmor(f"nothing is computed in line {patched.line}, or only in place")
     return found
 
 
@@ -90,6 +79,10 @@ def _is_in_place(node: Node) -> bool:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return is_in_place(node.func.attr)
     return isinstance(node, ast.AugAssign)
+
+
+def _height(node: Node) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno
 
 
 def _steps(node: ast.AST) -> int:
@@ -114,21 +107,6 @@ class _Widener(ast.NodeTransformer):
         return _called("wide", [node], [], node)
 
     visit_Attribute = visit_Subscript = visit_Name
-
-
-def _nearest(nodes: list[Node], line: int) -> list[Node]:
-    """Of the nodes that cover a line, return those that a traceback would show there, else the innermost ones."""
-    there = [node for node in nodes if line in (node.lineno, _line_in_traceback(node))]
-    heights = [(node.end_lineno or node.lineno) - node.lineno for node in nodes]
-    return there or [node for node, height in zip(nodes, heights, strict=True) if height == min(heights)]
-
-
-def _line_in_traceback(node: Node) -> int:
-    """The line of a method call is that of the method's name, unless something is unpacked into its arguments."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        unpacks = any(isinstance(one, ast.Starred) for one in node.args) or any(not one.arg for one in node.keywords)
-        return node.lineno if unpacks else node.func.end_lineno or node.lineno
-    return node.lineno
 
 
 def _name(node: ast.AST, names: dict[str, Any]) -> str:
@@ -178,34 +156,29 @@ class _Rewriter(ast.NodeTransformer):
         return may_be and _steps(node) > 1 and all(_is_repeatable(one, self.names) for one in within)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        line = _line_in_traceback(node)
         self.generic_visit(node)
         if node not in self.chosen:
             return node
-        function = node.func
-        name, first = "call", function
-        if isinstance(function, ast.Attribute) and not _is_special(function):
-            name, first = f"method_of_{function.attr}", function.value
-        call = _called(name, [first, *node.args], node.keywords, node)
-        if isinstance(function, ast.Attribute) and line != node.lineno:
-            call.lineno, call.col_offset = line, (function.end_col_offset or 0) - len(function.attr)
+        function, arguments = node.func, [node.func, *node.args]
+        if not isinstance(function, ast.Attribute):
+            return _called("call", arguments, node.keywords, node)
+        # A private name, as in `self.__log(x)`, means nothing elsewhere.
+        if is_operation := bool(overloads(function.attr)) and not function.attr.startswith("__"):
+            name = ast.copy_location(ast.Constant(function.attr), function)
+            arguments = [name, function.value, *node.args]
+        call = _called("method" if is_operation else "call", arguments, node.keywords, node)
+        # A traceback shows the line of the method's name.
+        call.lineno, call.col_offset = function.end_lineno or 0, (function.end_col_offset or 0) - len(function.attr)
         return call
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
         if node not in self.chosen:
             return node
-        return _called(f"operation_of_{_OPERATORS[type(node.op)]}", [node.left, node.right], [], node)
-
-
-def _is_special(function: ast.Attribute) -> bool:
-    """Say whether an attribute cannot be looked up from elsewhere: `super().it`, and the private `self.__it`."""
-    owner = function.value
-    is_super = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super"
-    return is_super or function.attr.startswith("__")
+        name = ast.copy_location(ast.Constant(_OPERATORS[type(node.op)]), node)
+        return _called("operate", [name, node.left, node.right], [], node)
 
 
 def _called(name: str, arguments: list[ast.expr], keywords: list[ast.keyword], at: ast.AST) -> ast.Call:
-    """A call of ours. Its name has underscores at its end too, or a class would make it a private one."""
     function = ast.copy_location(ast.Name(f"{PREFIX}{name}__", ast.Load()), at)
     return ast.copy_location(ast.Call(function, arguments, keywords), at)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,6 @@ from resilient_train.ground.operations import family, op_name
 
 Operation = Callable[..., Any]
 
-_OF_MATRICES = {"cholesky": torch.linalg.cholesky_ex, "inverse": torch.linalg.inv_ex, "solve": torch.linalg.inv_ex}
-_LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _OF_CHANCES = (  # what is said of those that are none
     "invalid multinomial distribution",
     "probability tensor contains",
@@ -34,19 +33,17 @@ def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     try:
         return bare(*args, **kwargs)
     except RuntimeError as error:
-        attempt = _OF_MATRICES.get(family(name)) if isinstance(error, _LinAlgError) else None
-        is_drawn = family(name) == "multinomial"
-        if not args or not isinstance(args[0], Tensor) or (attempt is None and not is_drawn):
+        move = _MOVES.get(family(name))
+        if move is None or not has_value(error) or not args or not isinstance(args[0], Tensor):
             raise
-    given = _chances(args[0]) if attempt is None else _inside(args[0], attempt)
-    return bare(given, *args[1:], **kwargs)
+    return bare(move(args[0]), *args[1:], **kwargs)
 
 
 def has_value(error: BaseException) -> bool:
     """Say whether `call` has a value where this was raised; of a matrix by the operation that its text begins with."""
     text = text_of(error).removeprefix("torch.")
-    if isinstance(error, _LinAlgError):
-        return family(text.partition(":")[0].replace(".", "_")) in _OF_MATRICES
+    if isinstance(error, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+        return family(text.partition(":")[0].replace(".", "_")) in _MOVES
     return text.startswith(_OF_CHANCES)
 
 
@@ -66,15 +63,15 @@ def _chances(given: Tensor) -> Tensor:
     return torch.where(chances.sum(-1, keepdim=True) > 0.0, chances, 1.0)
 
 
-def _inside(matrices: Tensor, attempt: Operation) -> Tensor:
+def _inside(attempt: Operation, matrices: Tensor) -> Tensor:
     """Add to each matrix that fails as much of the identity as it takes."""
     with torch.no_grad():
         still = matrices.detach()
         one = torch.eye(still.shape[-1], dtype=still.dtype, device=still.device)
         size = still.abs().amax((-2, -1), keepdim=True)
-        usual = size[size > 0].median() if bool((size > 0).any()) else size.new_ones(())
         near = math.sqrt(torch.finfo(still.dtype).eps)
-        size = torch.where(size > 0, size, usual / near)  # one of zeros is as others are
+        largest = torch.where(size.amax() > 0, size.amax(), 1.0)
+        size = torch.where(size > 0, size, largest / near)  # one of zeros becomes as large as the others
         distance, added = near * size, torch.zeros_like(size)
         for _ in range(_TRIED):
             fails = attempt(still + added * one)[1][..., None, None] != 0
@@ -83,21 +80,26 @@ def _inside(matrices: Tensor, attempt: Operation) -> Tensor:
     return matrices + added * one
 
 
+_MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cholesky": partial(_inside, torch.linalg.cholesky_ex),
+    "inverse": partial(_inside, torch.linalg.inv_ex),
+    "solve": partial(_inside, torch.linalg.inv_ex),
+    "multinomial": _chances,
+}
+
+
 def call_distribution(called: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make a distribution, or call a method of one; what its checks refuse is moved to where they accept it."""
     try:
         return called(*args, **kwargs)
     except ValueError:
-        if isinstance(called, type):
-            limits = called.arg_constraints  # type: ignore[attr-defined]
-            names = called.__init__.__code__.co_varnames[1:]  # type: ignore[misc]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            moved = {name: _moved(value, limits.get(name)) for name, value in given.items()}
-            return called(**moved)
-        owner = getattr(called, "__self__", None)
-        if not isinstance(owner, Distribution) or not args:
-            raise
-        return called(_moved(args[0], owner.support), *args[1:], **kwargs)
+        owner: Any = getattr(called, "__self__", None)
+        if owner is not None:
+            return called(*[_moved(value, owner.support) for value in args], **kwargs)
+        kind: Any = called
+        names = kind.__init__.__code__.co_varnames[1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        return kind(**{name: _moved(value, kind.arg_constraints.get(name)) for name, value in given.items()})
 
 
 def is_distribution(called: Any) -> bool:
@@ -108,30 +110,23 @@ def is_distribution(called: Any) -> bool:
 
 
 def _moved(value: Any, limit: Any) -> Any:
-    """Move the elements that a constraint refuses inside of it, or a matrix as a whole; NaN stays, and so do vectors:
-    next to the border, or without a second border to where the nearest of the accepted ones is.
+    """Move the elements that a constraint refuses inside of its borders, or a matrix as a whole; NaN stays, and so do
+    vectors, of which no element alone is refused, and counts.
     """
-    while isinstance(limit, constraints.independent):
-        limit = limit.base_constraint
-    is_number = isinstance(value, Tensor | float | int)
-    if limit is None or not is_number or isinstance(limit, constraints.dependent.__class__):
+    if not isinstance(value, Tensor):
         return value
     if isinstance(limit, type(constraints.positive_definite)):
-        return _inside((value + value.mT) / 2, torch.linalg.cholesky_ex)
-    if limit.event_dim or limit.is_discrete:  # there is no count nearest to an impossible one
-        return value
-    value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.get_default_dtype())
-    if not value.is_floating_point() or bool((limit.check(value) | value.isnan()).all()):
+        return _inside(torch.linalg.cholesky_ex, (value + value.mT) / 2)
+    if not hasattr(limit, "lower_bound") or limit.is_discrete:
         return value
     still, near = value.detach(), math.sqrt(torch.finfo(value.dtype).eps)
-    lower, upper = (
-        torch.as_tensor(getattr(limit, name, default), dtype=still.dtype, device=still.device)
-        for name, default in (("lower_bound", -torch.inf), ("upper_bound", torch.inf))
-    )
-    accepted = still[limit.check(still) & still.isfinite()] - lower
-    # Next to a border a density is as steep as can be: the smallest of the others is a scale that the program knows.
-    usual = accepted.amin().clamp(min=near) if accepted.numel() else torch.full_like(lower, near)
-    away = torch.where((upper - lower).isfinite(), near * (upper - lower), torch.where(usual.isfinite(), usual, near))
+    bounds = limit.lower_bound, getattr(limit, "upper_bound", math.inf)
+    lower, upper = (torch.as_tensor(bound, dtype=still.dtype, device=still.device) for bound in bounds)
+    accepted = still[limit.check(still) & still.isfinite()]
+    if upper.isfinite().all():
+        away = near * (upper - lower)
+    else:  # a density is as steep as can be near the border: the smallest of the others is a scale of the program's
+        away = (accepted.min() - lower).clamp(min=near) if accepted.numel() else torch.full_like(lower, near)
     inside = torch.where(limit.check(still) | still.isnan(), still, still.clamp(lower + away, upper - away))
     result: Tensor = _Moved.apply(value, inside)  # type: ignore[no-untyped-call]
     return result

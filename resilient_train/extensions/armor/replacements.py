@@ -14,43 +14,28 @@ from torch.overrides import TorchFunctionMode
 
 from resilient_train.extensions.armor.domains import Operation, call_distribution, is_distribution
 from resilient_train.extensions.armor.repair import call_and_repair, guarded, is_lost, is_repairable
-from resilient_train.ground.operations import (
-    computes,
-    is_torchs_code,
-    is_torchs_own,
-    name_in_mode,
-    overloads,
-    torchs_name,
-)
+from resilient_train.ground.operations import computes, is_torchs_code, is_torchs_own, name_in_mode, torchs_name
 
+PREFIX = "__armor_"
 _MOST_TO_WIDEN = 2**20  # elements of a tensor: on most GPUs doubles take long
 
 
-def method(name: str) -> Operation:
+def method(name: str, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What is called instead of `owner.name(...)`: a tensor's method, or whatever else the owner has of that name."""
+    if not isinstance(owner, Tensor):
+        return call(getattr(owner, name), *args, **kwargs)
 
     def bare(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         return getattr(owner, name)(*args, **kwargs)
 
-    is_operation = bool(overloads(name)) and computes(name)
-
-    def armored_method(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(owner, Tensor):
-            return call(getattr(owner, name), *args, **kwargs)
-        return call_and_repair(bare, name, (owner, *args), kwargs) if is_operation else bare(owner, *args, **kwargs)
-
-    return armored_method
+    return call_and_repair(bare, name, (owner, *args), kwargs) if computes(name) else bare(owner, *args, **kwargs)
 
 
-def operation(name: str) -> Operation:
-    bare = getattr(operator, "truediv" if name == "div" else name)
-
-    def armored_operation(left: Any, right: Any, /) -> Any:
-        if isinstance(left, Tensor) or isinstance(right, Tensor):
-            return call_and_repair(bare, name, (left, right), {})
-        return bare(left, right)
-
-    return armored_operation
+def operate(name: str, left: Any, right: Any, /) -> Any:
+    """What is called instead of `left / right`, whose name is `truediv`."""
+    bare = getattr(operator, name)
+    is_of_tensors = isinstance(left, Tensor) or isinstance(right, Tensor)  # two lists of tensors are joined
+    return call_and_repair(bare, name, (left, right), {}) if is_of_tensors else bare(left, right)
 
 
 def wide(value: Any) -> Any:
@@ -90,3 +75,7 @@ class _EveryOperation(TorchFunctionMode):
     ) -> Any:
         name, kwargs = name_in_mode(func), kwargs or {}
         return call_and_repair(func, name, args, kwargs) if name else func(*args, **kwargs)
+
+
+# By the names that patched code calls them; with underscores at the end, or a class would make them private ones.
+BY_NAME = {f"{PREFIX}{one.__name__}__": one for one in (method, operate, call, wide, widened)}
