@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from drilled import drill_of
-from group import alone, together
+from group import agreed, alone, together
 from guarded import mse, often
 from guarded import trained as train
 from kills import die_with_checkpoint, incidents, summary
@@ -51,19 +51,12 @@ class Rows(Dataset[Any]):
 
 def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: int | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    prepared = accelerator.prepare(model)
     average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda mean, weight, _: mean.lerp(weight, 0.1))
-    guard = Guard(
-        *(accelerator, prepared, optimizer),
-        data=Rows(killer),
-        batch_size=BATCH,
-        run_dir=run_dir,
-        stop=lambda: guard.clock.step >= asked_at,
-        **SAVED,
-    )
+    guard: Guard
+    more: dict[str, Any] = {"run_dir": run_dir, "stop": lambda: guard.clock.step >= asked_at, **SAVED}
+    guard = Guard(Accelerator(cpu=True), model, optimizer, data=Rows(killer), batch_size=BATCH, **more)
     guard.keep(average=average)
     began = None
     for batch in guard.batches():
@@ -147,36 +140,25 @@ def ranks(run_dir: Path, killed_at: int) -> list[Any]:
     prepared, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     with pytest.raises(ValueError, match="not prepared for 2 processes"):
         Guard(accelerator, model, optimizer, data=Rows(), batch_size=4)
-    guard = Guard(
-        *(accelerator, prepared, optimizer),
-        data=Rows(),
-        batch_size=4,
-        schedule=schedule,
-        run_dir=run_dir,
-        recovery=TWICE,
-        drill=drill_of(NanGrad(at=[12, 34])),
-        **SAVED,
-    )
+    more: dict[str, Any] = {"run_dir": run_dir, "recovery": TWICE, "drill": drill_of(NanGrad(at=[12, 34])), **SAVED}
+    guard = Guard(accelerator, prepared, optimizer, data=Rows(), batch_size=4, schedule=schedule, **more)
     for batch in guard.batches():
         guard.step(batch)
         if guard.clock.tick == killed_at:
             guard.world.all_of(None)  # neither is gone before the other is here
             die_with_checkpoint(run_dir)
     told = [[action.remedy for action in one.decision.actions] for one in guard.incidents]
-    learned = [told, weights_sha256(guard.state), guard.clock.step, optimizer.param_groups[0]["lr"]]
     guard.close()
     guard.world.leave()
-    return learned
+    return [told, weights_sha256(guard.state), guard.clock.step, optimizer.param_groups[0]["lr"]]
 
 
 def test_strikes_count_on_every_rank_of_a_run_that_goes_on(tmp_path: Path) -> None:
     """Rank 0 alone has read what was done before; all of them decide by it, alike."""
     assert [code for code, _ in together(2, ranks, tmp_path / "mine", 25)] == [-signal.SIGKILL] * 2
-    (first, mine), (second, theirs) = together(2, ranks, tmp_path / "mine", NEVER)
-    assert (first, second) == (0, 0)
-    assert mine == theirs
-    assert mine[0] == [["skip"], ["go_on"], ["rewind", "skip"]]
-    assert mine[3] == pytest.approx(1e-2 * 0.99 ** (2 * (STEPS - 1))), "Accelerate's schedules go a step per process"
+    told, _, _, rate = agreed(2, ranks, tmp_path / "mine", NEVER)
+    assert told == [["skip"], ["go_on"], ["rewind", "skip"]]
+    assert rate == pytest.approx(1e-2 * 0.99 ** (2 * (STEPS - 1))), "Accelerate's schedules go a step per process"
 
 
 def closes_at_the_end(at: int) -> None:

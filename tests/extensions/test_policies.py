@@ -207,22 +207,6 @@ def test_what_is_no_policy_is_refused_at_once(
     assert "\n" not in str(error.value)
 
 
-def test_a_policy_in_a_run_directory_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To import a module is to execute it: of what lies in a run directory nothing is."""
-    (tmp_path / "harmful_module.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    file = tmp_path / "run" / "policy.yaml"
-    file.parent.mkdir()
-    (file.parent / "journal.jsonl").touch()
-    for name in ("harmful_module.Remedy", '"harmful_module.Remedy "', "{harmful_module.Remedy: {}}"):
-        file.write_text(f"ladders: {{default: [[skip, {name}]]}}")
-        with pytest.raises(ConfigError, match=r"run directory.*names harmful_module\.Remedy ?: copy it"):
-            named(file)
-    assert not (tmp_path / "imported").exists()
-    file.write_text("ladders: {default: [[skip, {lower_lr: {factor: 0.5}}]]}")
-    assert named(file).ladders
-
-
 # What runs come to.
 
 
