@@ -67,16 +67,6 @@ class Loops:
 # What everybody gets.
 
 
-def test_a_rotten_batch_while_a_scan_looks_is_a_rotten_batch() -> None:
-    """A scan does not take what a forward that is to be refused did to BatchNorm for damage."""
-    loops = Loops()
-    guard = loops.guard(objective=mse)
-    for number, batch in enumerate(guard.batches(40)):
-        guard.step([batch[0] * math.nan, batch[1]] if number in (9, 10, 11, 20, 21, 22) else batch)
-    assert {str(one.anomaly.signal) for one in guard.incidents} == {"nonfinite_batch"}
-    assert is_finite(loops.model)
-
-
 def test_a_nan_is_seen_in_batches_of_any_class() -> None:
     """To torch they are one leaf: the batch is to blame all the same, and its row named, as in a dict."""
 
@@ -209,19 +199,6 @@ def test_a_loop_that_accumulates_by_itself_gets_the_same() -> None:
             guard.update(loss)
         ends.append(state_sha256(guard.state))
     assert ends[0] == ends[1]
-
-
-def test_a_loop_that_was_left_is_entered_again() -> None:
-    """With a batch in hand, too: it comes again, and the end is the same."""
-    expected = trained(Loops().guard(objective=mse), 10)
-    loops = Loops()
-    guard = loops.guard(objective=mse, steps=10)
-    for batch in guard.batches():
-        if guard.attempted_step == 6:
-            loops.accelerator.backward(mse(loops.model, batch))
-            break
-        guard.step(batch)
-    assert state_sha256(trained(guard).state) == state_sha256(expected.state)
 
 
 # The run directory, and what is said.

@@ -49,43 +49,32 @@ class Rows(Dataset[Any]):
         return self.inputs[row], self.inputs[row].sum().reshape(1)
 
 
-def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: int | None = None) -> dict[str, Any]:
+def loop(run_dir: Path, killed_at: int = NEVER, killer: int | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda mean, weight, _: mean.lerp(weight, 0.1))
-    guard: Guard
-    more: dict[str, Any] = {"run_dir": run_dir, "stop": lambda: guard.clock.step >= asked_at, **SAVED}
-    guard = Guard(Accelerator(cpu=True), model, optimizer, data=Rows(killer), batch_size=BATCH, **more)
-    guard.keep(average=average)
+    more: dict[str, Any] = {"batch_size": BATCH, "run_dir": run_dir, **SAVED}
+    guard = Guard(Accelerator(cpu=True), model, optimizer, data=Rows(killer), **more)
     began = None
     for batch in guard.batches():
         began = guard.clock.step if began is None else began
-        if guard.step(batch):
-            average.update_parameters(model)
+        guard.step(batch)
         if guard.clock.tick == killed_at:
             die_with_checkpoint(run_dir)
     guard.leave()
     guard.close()
     told = [(str(one.anomaly.signal), one.decision.actions[0].remedy, one.diagnosis.rows) for one in guard.incidents]
-    averages = torch.cat([one.flatten() for one in average.parameters()]).tolist()
-    weights = weights_sha256(guard.state)
-    return {"began": began, "step": guard.clock.step, "told": told, "weights": weights, "average": averages}
+    return {"began": began, "step": guard.clock.step, "told": told, "weights": weights_sha256(guard.state)}
 
 
 def manifests(run_dir: Path) -> dict[str, str]:
     return {one.parent.name: one.read_text() for one in run_dir.glob("checkpoints/*/manifest.json")}
 
 
-@pytest.fixture(scope="module")
-def unharmed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    code, unharmed = alone(loop, tmp_path_factory.mktemp("unharmed"))
-    assert (code, unharmed["told"]) == (0, [])
-    return unharmed  # type: ignore[no-any-return]
-
-
-def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path, unharmed: dict[str, Any]) -> None:
-    """From its newest checkpoint, with what it keeps: to the last bit what it would have become."""
+def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path) -> None:
+    """From its newest checkpoint: to the last bit what it would have become."""
+    _, unharmed = alone(loop, tmp_path / "unharmed")
+    assert unharmed["told"] == []
     for killed_at in (31, 44):
         code, nothing = alone(loop, tmp_path / "mine", killed_at)
         assert (code, nothing) == (-signal.SIGKILL, None)
@@ -93,7 +82,7 @@ def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path, un
     assert code == 0
     assert told["began"] > 0
     assert [what[:2] for what in told["told"]] == [("crash", "go_on")] * 2
-    assert all(told[key] == unharmed[key] for key in ("step", "weights", "average"))
+    assert (told["step"], told["weights"]) == (STEPS, unharmed["weights"])
     lost = sum(one["steps_lost"] for one in incidents(tmp_path / "mine"))
     assert lost == summary(tmp_path / "mine")["ticks"] - STEPS > 0, "also what had no verdict yet"
     saved = manifests(tmp_path / "mine")
@@ -102,19 +91,10 @@ def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path, un
     assert manifests(tmp_path / "mine") == saved, "no checkpoint is written again, and none makes room for it"
 
 
-def test_a_loop_that_is_asked_to_stop_goes_on_where_it_stood(tmp_path: Path, unharmed: dict[str, Any]) -> None:
-    """`leave` has written the very state; nothing is made twice, and nothing is an incident."""
-    code, stopped = alone(loop, tmp_path / "mine", NEVER, 20)
-    assert (code, stopped["step"]) == (0, 20), "none is under way where each verdict is waited for"
-    code, told = alone(loop, tmp_path / "mine")
-    assert (code, told["began"], told["told"]) == (0, 20, [])
-    assert (told["weights"], told["average"]) == (unharmed["weights"], unharmed["average"])
-
-
 def test_a_row_that_ends_the_process_is_narrowed_down_and_put_away(tmp_path: Path) -> None:
     """Its batch is passed over after two ends; in the next epoch its company is another, and it is found out."""
     ends = 0
-    while (ended := alone(loop, tmp_path / "mine", NEVER, NEVER, KILLER))[0] == -signal.SIGKILL:
+    while (ended := alone(loop, tmp_path / "mine", NEVER, KILLER))[0] == -signal.SIGKILL:
         ends += 1
         assert ends <= 4
     code, told = ended
