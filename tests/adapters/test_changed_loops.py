@@ -12,7 +12,7 @@ import torch
 from guarded import is_finite, mse, sums
 from test_own_recipes import backward
 from torch import nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import prune
 from torch.optim.lr_scheduler import StepLR
 
 from resilient_train import Guard
@@ -25,22 +25,8 @@ def network() -> Any:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.triu(torch.ones(16, 6)))
-        self.mask: torch.Tensor
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight * self.mask
-
-
 def prunes(model: Any, optimizer: Any) -> None:
     prune.l1_unstructured(model[0], "weight", amount=0.25)  # type: ignore[no-untyped-call]
-
-
-def parametrizes(model: Any, optimizer: Any) -> None:
-    parametrize.register_parametrization(model[0], "weight", Masked())
 
 
 def adds_a_group(model: Any, optimizer: Any) -> None:
@@ -52,12 +38,12 @@ def unfreezes(model: Any, optimizer: Any) -> None:
     model[0].requires_grad_(True).weight.register_hook(lambda grad: 1000 * grad)  # far larger than those of the head
 
 
-CHANGES = [prunes, parametrizes, adds_a_group, unfreezes]
+CHANGES = [prunes, adds_a_group, unfreezes]
 
 
 def made(change: Callable[..., None]) -> tuple[Guard, Any]:
     model = network()
-    model[0].requires_grad_(change in (prunes, parametrizes))
+    model[0].requires_grad_(change is prunes)
     optimizer = torch.optim.AdamW((model[2] if change is adds_a_group else model).parameters(), 1e-2)
     schedule = StepLR(optimizer, 20, 0.9)
     guard = Guard(None, model, optimizer, data=sums(256), batch_size=16, steps=STEPS, schedule=schedule)

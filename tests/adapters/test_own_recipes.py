@@ -109,15 +109,14 @@ def test_a_run_without_its_directory_is_not_called_well(tmp_path: Path, caplog: 
     assert "well" not in caplog.text
 
 
-def test_a_loop_that_runs_keeps_its_directory(tmp_path: Path) -> None:
+def test_a_guard_keeps_its_directory_until_it_is_closed(tmp_path: Path) -> None:
     more: dict[str, Any] = {"run_dir": tmp_path, "disk": 5, "resume": True, "steps": 10}
     guard = guard_of(**more)
-    for x, y in guard.batches():
-        with pytest.raises(DirectoryInUse, match="another guard of this process"):
-            guard_of(**more)
-        guard.update(backward(guard.model, x, y))
+    trained(guard)
+    with pytest.raises(DirectoryInUse, match=r"another guard of this process: call its close\(\) first"):
+        guard_of(**more)
     guard.close()
-    assert guard.clock.step == 10
+    assert guard_of(**more).resume()
 
 
 @pytest.mark.parametrize("seed", range(2))  # the row comes at other distances from the newest scan
