@@ -292,7 +292,7 @@ class _Session:
                 log.error("%s", noted)
                 evidence = fact("text", text=noted)
             if run is not None:
-                run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
+                run.guard.process.hung(evidence, in_update=hang.phase is Phase.STEP)
             else:  # it hangs before it has resumed: the file `progress` still is the previous process's
                 last = position_of(directory.path)
                 anomaly = Anomaly(Signal.HANG, last.step + 1, last.tick, last.step, evidence)
@@ -304,7 +304,7 @@ class _Session:
                 evidence = fact("text", text=why)
             code = 75 if self._save_newest() and why is None else 1  # 75: the same command resumes
             if run is not None and why != "":
-                run.guard.ended()
+                run.guard.process.ends()
         if world.is_main:
             message = say(evidence, "; ")
             summary = self._summary(Stopped(message) if code == Stopped.exit_code else TrainError(message))
@@ -334,7 +334,7 @@ class _Session:
         elif not is_main and error is not None:
             note_error(directory.path, self.world.rank, error, in_training=run is not None)
         if run is not None and why != "":  # else the journal still is the previous process's
-            run.guard.ended()
+            run.guard.process.ends()
         summary = self._summary(error)
         if is_main:
             self.incident_log.run_history.tell("end", summary=asdict(summary))

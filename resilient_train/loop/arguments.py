@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, field, fields, make_dataclass, replace
+from inspect import isfunction, isgeneratorfunction
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
 from yaml import YAMLError
 
-from resilient_train.core.checks import Check, Checks, ChecksConfig, References
-from resilient_train.core.episode import Reference
-from resilient_train.core.loss import Alarm, Level
+from resilient_train.core.checks import Check, Checks, ChecksConfig
+from resilient_train.core.loss import Level, PlainState
 from resilient_train.core.policy import Policy, parse
 from resilient_train.core.remedies import KNOWN
 from resilient_train.core.tree import is_sharded
@@ -44,21 +42,13 @@ from resilient_train.ground.reader import (
     DiskConfig,
     MemoryConfig,
     checked,
-    is_list,
     merged,
     option,
     read,
 )
-from resilient_train.ground.types import Facts, Vitals
 from resilient_train.ground.wording import log
 from resilient_train.loop import rows_of_loader
-from resilient_train.loop.schedule import (
-    Curve,
-    CurveSchedule,
-    LoopSchedule,
-    PlateauSchedule,
-    ShadowSchedule,
-)
+from resilient_train.loop.schedule import Curve, CurveSchedule, LoopSchedule, ShadowSchedule
 from resilient_train.parts.run import Measured
 from resilient_train.processes.world import World
 
@@ -75,25 +65,33 @@ TRAINERS = (
 )
 _WRAPPERS = {"torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1, "deepspeed.": _ENGINES["DEEPSPEED"]}
 
-_NUMBERS: dict[str, tuple[Any, dict[str, int]]] = {
+_CLASSES: dict[str, Any] = {
+    "checks": ChecksConfig | Mapping | str,
+    "memory": MemoryConfig | None,
+    "scaler": torch.amp.GradScaler | None,
+}
+_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "accumulate": (int, {"at_least": 1}),
     "batch_size": (int | None, {"at_least": 1}),
     "clip": (float | None, {"above": 0}),
-    **{name: (int, {"at_least": 0}) for name in ("num_workers", "seed", "verify_after")},
+    "data_changed": (str, {"one_of": ("refuse", "accept")}),
+    "disk": (int | None, {"at_least": 0}),
+    "expect": (Sequence[int], {"at_least": 1}),
     "steps": (int | None, {"at_least": 0}),
+    "tracking": (str | bool | None, {}),
+    **{name: (int, {"at_least": 0}) for name in ("num_workers", "seed", "verify_after")},
 }
 
 
 def check_settings(**given: Any) -> None:
     """Raise if a setting has a wrong type or is out of its limits; `given` has them by the names of the arguments."""
-    for name, kind in (("memory", MemoryConfig), ("scaler", torch.amp.GradScaler)):
-        if not isinstance(given.get(name), kind | None):
-            raise TypeError(f"{name}: expected a {kind.__name__}, got {named_type(given[name])}")
     for name, value in given.items():
+        if name in _CLASSES and not isinstance(value, _CLASSES[name]):
+            raise TypeError(f"{name}: expected {_CLASSES[name]}, got {named_type(value)}")
         if isinstance(value, ClipConfig | DiskConfig | MemoryConfig | ChecksConfig):
             read(type(value), asdict(value), name)
-        elif name in _NUMBERS:
-            kind, limits = _NUMBERS[name]
+        elif name in _KINDS:
+            kind, limits = _KINDS[name]
             checked(name, value, kind, {**limits, "as_is": True})
 
 
@@ -116,18 +114,14 @@ def accelerator(given: Any, model: Any, accumulate: int = 1, scaler: Any = None)
 
 
 class PlacedAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no types
-    """An Accelerator on the device of a model, in the processes of torch's group, which no launcher may have made."""
+    """An Accelerator on the device of a model, in the processes that a launcher has started."""
 
     def __init__(self, device: torch.device, accumulate: int) -> None:
-        self._placed, group = device, dict[str, Any]()
-        if distributed.is_initialized() and distributed.get_world_size() > 1:
-            rank, size = distributed.get_rank(), distributed.get_world_size()
-            group = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-            group |= {"LOCAL_RANK": os.environ.get("LOCAL_RANK", rank), "OMP_NUM_THREADS": torch.get_num_threads()}
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # where NCCL's collectives of objects put them
+        self._placed = device
+        if device.type == "cuda" and distributed.is_initialized():
+            torch.cuda.set_device(device)  # where NCCL's collectives of objects put them
         # Accelerate would take the device whose number is the local rank. What it takes first is kept in the process.
-        with patch_environment(ACCELERATE_TORCH_DEVICE=device, **group):
+        with patch_environment(ACCELERATE_TORCH_DEVICE=device):
             is_cpu = device.type == "cpu" and not PartialState._shared_state
             super().__init__(cpu=is_cpu, gradient_accumulation_steps=accumulate)
 
@@ -144,8 +138,7 @@ def world(accelerator: Any) -> World:
     known, joined = accelerator.num_processes, distributed.get_world_size() if distributed.is_initialized() else 1
     if known < joined:
         what = f"torch.distributed has {joined} processes, and Accelerate knows {known}"
-        how = "give None for it, and make no Accelerator and no guard before init_process_group"
-        raise ValueError(f"accelerator: {what}, as no launcher such as torchrun has started them: {how}")
+        raise ValueError(f"accelerator: {what}: start them with torchrun or accelerate launch")
     return World(accelerator)
 
 
@@ -248,7 +241,7 @@ def samples(
 ) -> Samples:
     if hasattr(given, "next_update"):
         return given  # type: ignore[no-any-return]
-    is_iterable = isinstance(given, Iterable) or inspect.isgeneratorfunction(given) or not is_loader(given)
+    is_iterable = isinstance(given, Iterable) or isgeneratorfunction(given) or not is_loader(given)
     is_function = not is_iterable and callable(given) and not isinstance(given, type)
     if not (is_iterable or is_function) or isinstance(given, str | bytes):
         raise TypeError(f"data: expected a data set, a loader or a function, got {named_type(given)}")
@@ -292,12 +285,13 @@ def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
         is_alone = given.split_batches or not given.step_with_optimizer
         given, stride = given.scheduler, 1 if is_alone else int(PartialState().num_processes)
     if isinstance(given, LRScheduler):
+        if isinstance(given, ReduceLROnPlateau):
+            why = "ReduceLROnPlateau follows a metric: leave it out, step it in the loop, and let guard.keep rewind it"
+            raise unusable("schedule", why)
         its_own = getattr(given, "optimizer", None)
         if getattr(its_own, "optimizer", its_own) is not optimizer:  # Accelerate wraps it
             several = "give a list with a schedule for each optimizer, in their order, None for a constant rate"
             raise ValueError(f"schedule: this {type(given).__name__} was made for another optimizer; {several}")
-        if isinstance(given, ReduceLROnPlateau):
-            return PlateauSchedule.of(given, optimizer)
         return ShadowSchedule.of(given, optimizer, stride)
     if isinstance(given, Schedule):
         return given
@@ -318,16 +312,12 @@ def disk(given: DiskConfig | int | None, *, resumes: bool) -> DiskConfig:
     """A run that resumes has to say how often its state is written: a kill would begin it again at step 0."""
     if given is None and resumes:
         raise unusable("resume", "needs disk=, such as disk=200: a checkpoint every 200 updates (0: only at the end)")
-    made = given if isinstance(given, DiskConfig) else DiskConfig(every=given or 0)
-    check_settings(disk=made)
-    return made
+    return given if isinstance(given, DiskConfig) else DiskConfig(every=given or 0)
 
 
 def check_data(data_changed: str, samples: Samples, incident_log: IncidentLog, world: World, is_own_loop: bool) -> None:
     """Raise ConfigError if the data set has changed since the run began."""
     key = "data_changed" if is_own_loop else "run.data_changed"
-    if data_changed not in ("refuse", "accept"):
-        raise ConfigError(key, data_changed, "is not refuse or accept")
     if not samples.rows:
         return
     history, dataset = incident_log.run_history, samples.dataset  # type: ignore[attr-defined]
@@ -356,31 +346,26 @@ def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
         if not any(tree == option("recovery", file.stem) for file in (conf() / "recovery").glob("*.yaml")):
             raise
     absent: set[str] = set()
-    tree = _without_absent(tree, absent)
+    ladders = {cause: _without_absent(rungs, absent) or [] for cause, rungs in tree["ladders"].items()}
     log.info("recovery: no extension for %s: left out", ", ".join(sorted(absent)))
-    return parse(tree)
+    return parse({**tree, "ladders": ladders})
 
 
-def _without_absent(tree: Mapping[str, Any], absent: set[str]) -> dict[str, Any]:
-    """Return a policy without the remedies that are not installed here, which it adds to `absent`, and empty rungs."""
-
-    def kept(action: Any) -> Any:
-        """Return an action, of a trial with the arms that are left; None without its remedy."""
-        name, settings = next(iter(action.items())) if isinstance(action, Mapping) else (action, None)
-        if name not in KNOWN:
-            absent.add(name)
-            return None
-        if not isinstance(settings, Mapping) or not is_list(settings.get("of")):
-            return action
-        arms = [known for arm in settings["of"] if (known := [one for one in map(kept, arm) if one is not None])]
-        return {name: {**settings, "of": arms}} if len(arms) > 1 else None
-
-    def rung_of(rung: Any) -> Any:
-        actions = [one for one in map(kept, rung["do"] if isinstance(rung, Mapping) else rung) if one is not None]
-        return {**rung, "do": actions} if isinstance(rung, Mapping) and actions else actions
-
-    ladders = {cause: [one for rung in rungs if (one := rung_of(rung))] for cause, rungs in tree["ladders"].items()}
-    return {**tree, "ladders": ladders}
+def _without_absent(node: Any, absent: set[str]) -> Any:
+    """Return a part of a ladder without remedies that are not installed, or None; their names are added to `absent`."""
+    if isinstance(node, str):
+        absent |= {node} - KNOWN.keys()
+        return node if node in KNOWN else None
+    if not isinstance(node, Mapping):
+        return [known for one in node if (known := _without_absent(one, absent))] or None
+    if "do" in node:
+        known = _without_absent(node["do"], absent)
+        return known and {**node, "do": known}
+    ((name, settings),) = node.items()
+    if _without_absent(name, absent) is None or "of" not in (settings or ()):
+        return node if name in KNOWN else None
+    arms = _without_absent(settings["of"], absent) or ()
+    return {name: {**settings, "of": arms}} if len(arms) > 1 else None  # a trial compares two at least
 
 
 def _policy_named(name: str) -> Any:
@@ -388,27 +373,21 @@ def _policy_named(name: str) -> Any:
     if path.suffix not in (".yaml", ".yml"):
         return option("recovery", name, "a custom policy is named by the path of its YAML file")
     try:
-        tree = load_yaml(path)
+        return load_yaml(path)
     except OSError as error:
         raise ConfigError("recovery", name, f"cannot be read: {error.strerror}") from error
     except (YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError("recovery", name, f"is not YAML: {' '.join(str(error).split())}") from error
-    return tree
 
 
 def checks(
     given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] = (), kinds: Iterable[type[Extension]] = ()
 ) -> Any:
     """Convert the name of a set in the package, or settings over those of the default set; add steps to `expect`."""
-    if not isinstance(given, ChecksConfig | Mapping | str):
-        raise TypeError(f"checks: expected the name of a set of checks, got {named_type(given)}")
-    if not is_list(expect):
-        raise TypeError(f"expect: expected steps, such as [400, 5000], got {named_type(expect)}")
     if isinstance(given, Mapping):
         given = read_checks(merged(option("checks", "default"), given), kinds=kinds)
     config: Any = named(given, kinds) if isinstance(given, str) else given
-    steps = [checked(f"expect[{place}]", step, int, {"at_least": 1}) for place, step in enumerate(expect)]
-    return replace(config, expect=[*config.expect, *steps])
+    return replace(config, expect=[*config.expect, *expect])
 
 
 def backward(accelerator: Any) -> Callable[[torch.Tensor], None]:
@@ -433,8 +412,7 @@ def checks_config(kinds: Iterable[type[Extension]] = ()) -> type[ChecksConfig]:
                 one.default is not MISSING or one.default_factory is not MISSING for one in fields(settings)
             )
             further.append((name, settings, *([field(default_factory=settings)] if has_defaults else [])))
-    further.sort(key=len)  # dataclasses have fields without a default first
-    return make_dataclass("ChecksConfig", further, bases=(ChecksConfig,))
+    return make_dataclass("ChecksConfig", further, bases=(ChecksConfig,), kw_only=True)
 
 
 def read_checks(tree: Any, key: str = "checks", kinds: Iterable[type[Extension]] = ()) -> Any:
@@ -454,54 +432,24 @@ class Shielded(Check):
     """A check of another package: an error in it turns it off, as it is no reason to end a run."""
 
     def __init__(self, check: Check) -> None:
-        self._check, self._is_off = check, False
-        self.yields_to_jump = check.yields_to_jump  # type: ignore[misc]
-        self.persistent = check.persistent  # type: ignore[misc]
+        self._check = check
+        self.yields_to_jump, self.persistent = check.yields_to_jump, check.persistent  # type: ignore[misc]
 
-    def _asked(self, method: str, instead: Any, *given: Any, **named: Any) -> Any:
-        if self._is_off:
-            return instead
+
+def _shielded(name: str) -> Callable[..., Any]:
+    def asked(self: Any, *given: Any, **named: Any) -> Any:
         try:
-            return getattr(self._check, method)(*given, **named)
+            return getattr(self._check, name)(*given, **named)
         except Exception as error:  # on all ranks: they ask it with the same numbers
-            self._is_off = True
             log.error("the check %s failed, and is off from here: %s", type(self._check).__name__, in_one_line(error))
-            return instead
+            self._check = Check()  # which says nothing
+            return getattr(self._check, name)(*given, **named)
 
-    def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
-        alarm: Alarm | None = self._asked("landed", None, step, vitals, reference, is_learned=is_learned)
-        return alarm
+    return asked
 
-    def overflowed(self, vitals: Vitals) -> Facts | None:
-        evidence: Facts | None = self._asked("overflowed", None, vitals)
-        return evidence
 
-    def trusted(self, then: Reference, since: int) -> int:
-        return int(self._asked("trusted", since, then, since))
-
-    def lifts_limits(self, step: int) -> bool:
-        return bool(self._asked("lifts_limits", False, step))
-
-    def rate_factor(self, step: int) -> float:
-        return float(self._asked("rate_factor", 1.0, step))
-
-    def more_is_trained(self) -> None:
-        self._asked("more_is_trained", None)
-
-    def forget(self, limit: float = math.inf) -> None:
-        self._asked("forget", None, limit)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._check.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._asked("load_state_dict", None, state)
-
-    def persistent_state(self) -> dict[str, Any] | None:
-        return self._check.persistent_state()
-
-    def load_persistent_state(self, state: Mapping[str, Any]) -> None:
-        self._asked("load_persistent_state", None, state)
+for _name in [name for kind in (Check, PlainState) for name in vars(kind) if isfunction(getattr(kind, name))]:
+    setattr(Shielded, _name, _shielded(_name))
 
 
 def all_checks(config: Any, extensions: Sequence[Extension]) -> tuple[Checks, BestLevel]:

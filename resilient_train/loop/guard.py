@@ -18,7 +18,6 @@ from torch import nn
 from resilient_train.core.clip import Clipper
 from resilient_train.core.controls import Controls
 from resilient_train.core.copies import Stateful
-from resilient_train.core.gate import synchronous
 from resilient_train.core.knobs import Knobs
 from resilient_train.core.mark import Marks
 from resilient_train.core.randomness import Seeds
@@ -39,7 +38,7 @@ from resilient_train.durable.resume import Resume
 from resilient_train.extensions import Extension, load, make_known
 from resilient_train.ground.errors import RanksDiffer, Stopped, TrainError, in_one_line, named_type, own_error
 from resilient_train.ground.reader import ClipConfig, DiskConfig, MemoryConfig
-from resilient_train.ground.types import Facts, Incident, Signal, UpdateResult
+from resilient_train.ground.types import Incident, Signal, UpdateResult
 from resilient_train.ground.wording import counted, log, say
 from resilient_train.loop import arguments
 from resilient_train.loop.arguments import all_checks
@@ -134,12 +133,7 @@ class Guard(EngineGuard):
 
         `home` is of a caller that reports the end itself; `beat` is called when something slow advances.
         """
-        arguments.check_settings(batch_size=batch_size, steps=steps, clip=clip, accumulate=accumulate, scaler=scaler)
-        arguments.check_settings(memory=memory, verify_after=verify_after, seed=seed, num_workers=num_workers)
-        arguments.check_settings(checks=checks)
-        for name, one in (("drill", drill), *((f"extensions[{at}]", one) for at, one in enumerate(extensions))):
-            if not isinstance(one, Extension | None):
-                raise TypeError(f"{name}: expected an Extension, got {named_type(one)}")
+        arguments.check_settings(**locals())
         accelerator = arguments.accelerator(accelerator, model, accumulate, scaler)
         world, clock = arguments.world(accelerator), Clock()
         is_own_loop = home is None  # False: the command's, which reports its end itself
@@ -162,8 +156,10 @@ class Guard(EngineGuard):
         more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
         self._settings = arguments.settings(optimizers[0], **more)
         disk = arguments.disk(disk, resumes=run_dir is not None and resume is True and not samples.is_fed)
-        given = [one for one in (*extensions, drill) if one is not None]
+        given = [*extensions, *([] if drill is None else [drill])]
         for one in given:
+            if not isinstance(one, Extension):
+                raise TypeError(f"drill, extensions: expected an Extension, got {named_type(one)}")
             make_known(type(one))
         config = arguments.checks(checks, expect, [type(one) for one in given])
         policy = arguments.policy(recovery)
@@ -228,33 +224,30 @@ class Guard(EngineGuard):
             run.hooks += [HealthyUpdates(run, keeper)] + [attributes] * (measured is not None)
             controls = run.controls = Controls(run, keeper, incidents)
             self.reporter = RunReporter(clock, run.updates, best, run.checks, home, keeper.progress)
-            self._process = RunProcess(run, self.reporter.fail)
+            self.process = RunProcess(run, self.reporter.fail)
             run.recovery = Recovery(
                 *(run, controls, keeper, incidents),
                 report=self.reporter.fail,
-                agree=self._process.require_agreement,
+                agree=self.process.require_agreement,
                 recovered_after=max(verify_after, _RECOVERED_AFTER),
             )
             self._direct_steps, self._anomaly_mode = direct_steps, anomaly_mode
-            self._run, self._keeper = run, keeper
+            self._keeper = keeper
             is_shown = is_own_loop and (home.tracking is not None or bool(run.sinks))
             self._is_shown = world.least(-float(is_shown)) < 0  # on any rank: all average its numbers
             if world.is_main:
                 incidents.run_history.sinks += run.sinks
             super().__init__(
                 *(run, run.recovery, backend, marks, keeper, seeds),
-                fetch=self._process.next_update,
+                fetch=self.process.next_update,
                 verify_after=verify_after,
                 stop=stop,
             )
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop
-            self.is_looping = False  # a loop of the caller iterates over this now
             self._handled = sys.exc_info()[1]  # an error that the caller handles with this loop
             if isinstance(samples, LoaderSamples) and not samples.rows:
                 log.info("data: bad rows have no names here: the update that has them is skipped")
-            if device.type != "cpu" and (waiting := " and ".join(synchronous(updater.optimizers))):
-                log.info("%s: not fused, so each step waits for the device; use fused=True if it is available", waiting)
             if measured is None:
                 log.info("lines of code cannot be named without objective=: what guard.update takes cannot be replayed")
         except BaseException:
@@ -284,10 +277,10 @@ class Guard(EngineGuard):
     def resume(self) -> bool:
         """Resume the run of the run directory, if there is one: after `keep`. Otherwise `batches` does it."""
         self._owes_resume = False
-        resumed = self._process.resume()
+        resumed = self.process.resume()
         if self._recovery.observes:
             self.reporter.place.incident_log.resume_observed(self.clock.step)
-        self._process.keep_samples_per_update()
+        self.process.keep_samples_per_update()
         self._checks.episode.resumed(self.clock.step)
         self.seeds.between(self.samples.position)
         return resumed
@@ -335,7 +328,7 @@ class Guard(EngineGuard):
 
     def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> UpdateResult:
         """Continue after the loop's own forward and backward; with `optimizer` the loss is its own, and it steps."""
-        loss = self._run.buffers.spoil(loss)
+        loss = self._parts.buffers.spoil(loss)
         if optimizer is None:
             with self._watched():
                 return super().update(loss)
@@ -363,7 +356,8 @@ class Guard(EngineGuard):
     def close(self) -> None:
         """End a run, at its last step or before: check the last update, close recovered incidents, end workers."""
         self._put_back_batch()
-        error, gave_up, self._handled = own_error(self._handled), None, None
+        handled, self._handled, gave_up = self._handled, None, None
+        error = own_error(handled)
         all_close = self.world.size == 1 or error is None or isinstance(error, TrainError)  # else some are in the model
         try:
             if all_close and ((self.settle() and self._examination.examine_now() is None) or self._recovery.observes):
@@ -377,30 +371,24 @@ class Guard(EngineGuard):
                             self._complete()
                     self._keeper.run_completed()
             if all_close:  # else the reporter knows whether another process was killed
-                self._process.ends()
-        except BaseException as raised:  # the last update may be one too many for the policy
-            error = raised
-            raise
+                self.process.ends()
+            if gave_up is not None:
+                raise gave_up
         finally:
             try:
                 self.let_go()  # first: what is being written ends before the directory is another process's
-            except BaseException as raised:
-                error = error or raised
-                raise
-            finally:
-                self.reporter.closed(gave_up or error, self.steps, is_writing=not self._keeper.wait(0))
-        if gave_up is not None:
-            raise gave_up
+            finally:  # the last update may have been one too many for the policy
+                self.reporter.closed(own_error(handled), self.steps, is_writing=not self._keeper.wait(0))
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Note an evaluation: once verified, the weights with the lowest loss are kept in `best`."""
-        for one in self._run.extensions:
+        for one in self._parts.extensions:
             one.evaluated(metrics)
         self.reporter.note_evaluation(metrics)
 
     @property
     def incidents(self) -> list[Incident]:
-        return self._run.incident_log.incidents
+        return self._parts.incident_log.incidents
 
     @property
     def recent_loss(self) -> float | None:
@@ -423,7 +411,7 @@ class Guard(EngineGuard):
         try:
             yield
         except BaseException as error:
-            for one in self._run.on_error:
+            for one in self._parts.on_error:
                 one.escaped(error)
             raise
 
@@ -451,7 +439,7 @@ class Guard(EngineGuard):
 
     def let_go(self) -> None:
         """Undo what affects the whole process: worker processes and patched code."""
-        for one in self._run.extensions:
+        for one in self._parts.extensions:
             try:
                 one.close()
             except Exception as error:  # all else has to be closed, too
@@ -470,44 +458,32 @@ class Guard(EngineGuard):
     def saving_since(self) -> float | None:
         return self._keeper.saving_since
 
-    def ended(self) -> None:
-        """Note that the process ends by itself, and not because another process of the run was killed."""
-        self._process.ends()
-
     def leave_newest(self) -> tuple[int, Path | None]:
         """Write the newest verified state, from another thread; a path of None: the step is that of an older one."""
         return self._keeper.save_newest()
 
-    def hung(self, evidence: Facts, *, in_update: bool) -> None:
-        """Record that the loop hangs, and write the newest verified state if possible, from another thread."""
-        self._process.hung(evidence, in_update=in_update)
-
     def batches_until(self, last: int, planned: int | None = None) -> Iterator[Any]:
-        try:
-            self.is_looping = True
-            self._start()
-            self._left = None
-            if planned is None and last < sys.maxsize:
-                planned = last if self.steps is None else self.steps
-            settings = self._settings if planned is None else {"steps": planned, **self._settings}
-            self.reporter.begin(planned, settings, is_trainers=self.samples.is_fed)
-            if self.attempted_step >= last and not self.stopped:
-                what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
-                log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)
-            with self._anomaly_mode.without_nan_check():
-                for batch in self.updates_until(last, plan=self.steps):
-                    self._direct_steps.running = "loop"
-                    try:
-                        yield batch
-                    finally:
-                        self._direct_steps.running = None
-            if self.stopped:
-                self.reporter.end(RunFacts(error=Stopped()))
-            elif last == self.steps:
-                self._recovery.finish()
-                self._complete()
-        finally:
-            self.is_looping = False
+        self._start()
+        self._left = None
+        if planned is None and last < sys.maxsize:
+            planned = last if self.steps is None else self.steps
+        settings = self._settings if planned is None else {"steps": planned, **self._settings}
+        self.reporter.begin(planned, settings, is_trainers=self.samples.is_fed)
+        if self.attempted_step >= last and not self.stopped:
+            what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
+            log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)
+        with self._anomaly_mode.without_nan_check():
+            for batch in self.updates_until(last, plan=self.steps):
+                self._direct_steps.running = "loop"
+                try:
+                    yield batch
+                finally:
+                    self._direct_steps.running = None
+        if self.stopped:
+            self.reporter.end(RunFacts(error=Stopped()))
+        elif last == self.steps:
+            self._recovery.finish()
+            self._complete()
 
     def _start(self) -> None:
         self._handled = sys.exc_info()[1]
@@ -522,7 +498,7 @@ class Guard(EngineGuard):
             self.settle()
         self.seeds.between(self.samples.position)
         if not self._ring.snapshots and self._pending is None:
-            self._process.require_agreement("settings_differ")
+            self.process.require_agreement("settings_differ")
             found = self._examination.examine_now() if self.clock.step == 0 else None  # later ones compare with it
             if found is not None and found.signal is Signal.RANK_MISMATCH:
                 raise RanksDiffer(f"{say(found.evidence)}, before the first update: {_FROM_THE_START}")
@@ -544,7 +520,7 @@ class Guard(EngineGuard):
         left = self._keeper.finish(effects, healthy=healthy, damaged=is_damaged)
         if healthy:
             self._keeper.run_completed()
-        self._process.ends()
+        self.process.ends()
         return left
 
     def _on_accepted(self) -> None:

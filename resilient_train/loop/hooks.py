@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -84,17 +83,12 @@ def snapshots_in_words(ring: Ring, state: RunState) -> str:
     if not ring.every:
         return "no snapshots in memory (memory.every=0): this run cannot rewind"
     size, allowed = ring.settle_slots(nbytes(state.live()))
+    mib = f"{max(ring.slots, 2) * size / 2**20:,.4g} MiB"
     why = "half of what was available" if ring.config.max_gib is None else "memory.max_gib"
-    limit = f", of {_readable(allowed)} allowed: {why}" if ring.slots < ring.config.keep else ""
+    limit = f", of {allowed / 2**20:,.4g} MiB allowed: {why}" if ring.slots < ring.config.keep else ""
     if not ring.slots:
-        return f"no snapshots in memory: this run cannot rewind; two take {_readable(2 * size)}{limit}"
-    often = f"every {counted(ring.every, 'step')}"
-    return f"keeps {ring.slots} snapshots to rewind to, {often} ({_readable(ring.slots * size)}{limit})"
-
-
-def _readable(size: float) -> str:
-    power = min(3, max(0, int(math.log2(max(size, 1)) // 10)))
-    return f"{size / 2 ** (10 * power):.3g} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
+        return f"no snapshots in memory: this run cannot rewind; two take {mib}{limit}"
+    return f"keeps {ring.slots} snapshots to rewind to, every {counted(ring.every, 'step')} ({mib}{limit})"
 
 
 class DirectStepCheck:

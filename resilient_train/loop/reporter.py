@@ -7,6 +7,7 @@ of a `break`, or an error of the caller's, it learns only at the exit of the int
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import sys
@@ -38,7 +39,6 @@ from resilient_train.ground.errors import (
     Stopped,
     TrainError,
     in_one_line,
-    named_type,
     short_message,
     unusable,
 )
@@ -99,8 +99,6 @@ def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any
 def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
     if given is None or given is False:
         return None
-    if not isinstance(given, str | bool):
-        raise TypeError(f"tracking: expected an address of MLflow or True, got {named_type(given)}")
     if find_spec("mlflow") is None:
         raise unusable("tracking", "needs the package mlflow: pip install 'resilient-train[app]'")
     uri = None if given is True else given
@@ -123,34 +121,20 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
                 locks.append(DirectoryLock(path))
                 return path
         except DirectoryInUse as error:
-            if error.holder.startswith(f"process {os.getpid()} "):
-                if _close_older(path):
-                    return _claim(named, locks, resumes=resumes)
+            if not error.holder.startswith(f"process {os.getpid()} "):
+                raise
+            gc.collect()  # a guard is part of cycles
+            held = holders.get(path)
+            if held is None or held[1]() is not None:
                 raise DirectoryInUse(path, "another guard of this process", "call its close() first") from None
-            raise
+            held[0].closed(None, sys.maxsize)  # that guard was deleted, and its loop left
+            return _claim(named, locks, resumes=resumes)
         except FileExistsError:
             if not path.is_dir():
                 raise ConfigError("run_dir", named, "is a file, expected a directory") from None
         except OSError as error:
             raise ConfigError("run_dir", named, f"cannot be written: {error.strerror}") from None
     raise AssertionError
-
-
-def _close_older(directory: Path) -> bool:
-    """Close the guard of a directory, where a cell is run again. False: its loop runs, or an error has left it."""
-    if directory not in holders:
-        return False
-    reporter, known = holders[directory]
-    guard = known()
-    if guard is not None and (guard.is_looping or guard.world.size > 1):
-        return False
-    log.info("%s is taken over from a guard of this process whose loop was left", directory)
-    if guard is not None:
-        guard.stop_now()
-        with suppress(TrainError):
-            guard.close()
-    reporter.closed(None, sys.maxsize)
-    return True
 
 
 def write_summary(summary: Summary, run_dir: Path) -> None:
@@ -400,23 +384,13 @@ class RunReporter:
 
 
 def log_to_stderr(world: World) -> None:
-    """Print incidents in a program that has not set up logging."""
+    """Print incidents in a program that has not set up logging, until it does."""
     if not log.handlers and log.level == logging.NOTSET and not logging.getLogger().handlers:
         log.setLevel(logging.INFO if world.is_main else logging.ERROR)  # the other ranks would print the same
-        log.addHandler(_LastResort())
-
-
-class _LastResort(logging.Handler):
-    """Prints plain lines to stderr, above tqdm's bars, until the program sets up logging."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger().handlers or getattr(record, "in_file_only", False):
-            return
-        line = f"resilient_train: {record.getMessage()}"
-        if tqdm := sys.modules.get("tqdm"):
-            tqdm.tqdm.write(line, file=sys.stderr)
-        else:
-            print(line, file=sys.stderr)
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("resilient_train: %(message)s"))
+        handler.addFilter(lambda record: not (logging.getLogger().handlers or getattr(record, "in_file_only", False)))
+        log.addHandler(handler)
 
 
 @atexit.register

@@ -41,10 +41,11 @@ class RunProcess:
             if (snapshot := self._run.ring.newest_verified()) is not None:
                 self._keeper.save_alone(snapshot)  # another rank may have its data
             self.ends()
-            self._end(error)
+            self._report(error)
+            raise
 
     def ends(self) -> None:
-        """Record an orderly exit, perhaps with an error, so that a resume does not blame the current samples."""
+        """Note that the process ends by itself, perhaps with an error: a resume does not blame the current samples."""
         self._keeper.progress.turned_to(Doing.ENDED, self._run.clock.tick)
 
     def hung(self, evidence: Facts, *, in_update: bool) -> None:
@@ -125,9 +126,7 @@ class RunProcess:
         parts.world.on_main(leave)
         what = f"{say(evidence)} in update {since + 1}: the run ends before weights drift apart"
         onward = "; the same command resumes from the newest verified state" if since else ""
-        self._end(RanksDiffer(what + onward))
-
-    def _end(self, error: TrainError) -> NoReturn:
+        error = RanksDiffer(what + onward)
         self._report(error)
         raise error
 

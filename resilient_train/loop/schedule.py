@@ -151,17 +151,6 @@ class ShadowSchedule(Schedule):
         return [{key: value for key, value in group.items() if key != "params"} for group in self.shadow.param_groups]
 
 
-class PlateauSchedule(ShadowSchedule):
-    """ReduceLROnPlateau, which the loop steps with its metric; a rewind keeps what it has seen, as does the loop."""
-
-    def advance(self, step: int) -> None:
-        pass
-
-    def load_state_dict(self, state: Any) -> None:
-        if not self.scheduler.last_epoch:  # in a process that resumes
-            super().load_state_dict(state)
-
-
 def _with_chained(scheduler: Any) -> Iterator[Any]:
     yield scheduler
     for one in getattr(scheduler, "_schedulers", []):

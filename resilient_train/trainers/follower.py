@@ -45,9 +45,9 @@ OPTIONS = {  # of Guard, where a trainer has the rest
 def refuse_bad_options(who: str, options: Mapping[str, Any]) -> None:
     if unknown := options.keys() - OPTIONS:
         raise TypeError(f"{who} got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
+    arguments.check_settings(**options)
     arguments.policy(options.get("recovery", "balanced"))
     arguments.checks(options.get("checks", "default"), options.get("expect", ()))
-    arguments.check_settings(**options)
 
 
 class Follower(ABC):

@@ -86,9 +86,10 @@ class LightningsCurriculum(lightning.Callback):  # type: ignore[misc]
         trainer.train_dataloader.dataset.scale = 1.0 + trainer.current_epoch
 
 
-def by_transformers(output: Path, *callbacks: Any, guarded: bool, **more: Any) -> Any:
+def by_transformers(output: Path, *callbacks: Any, guarded: bool, bad: int | None = None, **more: Any) -> Any:
     args = TrainingArguments(str(output), per_device_train_batch_size=4, learning_rate=1e-2, **USUAL, **more)
-    trainer = Trainer(Net(), args, train_dataset=Rows(is_named=True), callbacks=[one() for one in callbacks])
+    data = Rows(is_named=True, bad=bad)
+    trainer = Trainer(Net(), args, train_dataset=data, callbacks=[one() for one in callbacks])
     if guarded:
         resilient_train.hf.guard(trainer)
     trainer.train()
@@ -144,57 +145,35 @@ def test_an_epoch_that_ends_within_an_accumulation_is_carried_on(tmp_path: Path)
     assert digest(guarded.model) == digest(plain.model)
 
 
-class SpoilsGradient(TrainerCallback):  # type: ignore[misc]
-    """Changes a gradient after it was clipped, and its norm was measured."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
-        if state.global_step == 12:
-            model.line.weight.grad[0, 0] = math.nan
-
-
-def test_a_gradient_that_a_callback_spoils_after_the_clip_is_refused(tmp_path: Path) -> None:
-    trainer = by_transformers(tmp_path, SpoilsGradient, guarded=True, max_steps=80)
-    written, [incident] = told(tmp_path)
-    assert (incident["signal"], incident["step"], incident["steps_lost"]) == ("nonfinite_grad", 13, 1)
-    assert is_finite(trainer.model)
-    assert written["status"] == "completed"
-
-
 BAD = 41  # a row that the first epoch meets
 
 
 class Averaging(TrainerCallback):  # type: ignore[misc]
-    """As users write it: the whole `state_dict`, after each step."""
+    """An average of the whole `state_dict`, as users write it; it also spoils a gradient that was clipped already."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.average = copy.deepcopy(model)
+    average: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        if state.global_step == 30:
+            model.line.weight.grad[0, 0] = math.nan
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        self.average = self.average or copy.deepcopy(model)
         for mine, its in zip(self.average.state_dict().values(), model.state_dict().values(), strict=True):
             mine.copy_(0.9 * mine + 0.1 * its)
 
 
-def averaged(output: Path) -> list[float]:
-    model = Net()
-    callback = Averaging(model)
-    args = TrainingArguments(
-        str(output), per_device_train_batch_size=4, seed=1, max_steps=40, learning_rate=1e-2, **USUAL
-    )
-    trainer = Trainer(model, args, train_dataset=Rows(is_named=True, bad=BAD), callbacks=[callback])
-    resilient_train.hf.guard(trainer)
-    trainer.train()
-    assert trainer.state.global_step == 40
-    states = [one for module in (model, callback.average) for one in module.state_dict().values()]
-    return [value for one in states for value in one.double().flatten().tolist()]
-
-
-def test_a_nan_row_leaves_no_trace_in_an_average(tmp_path: Path) -> None:
-    """Neither in the weights nor in the average of them."""
-    met = averaged(tmp_path / "mine")
-    _, [incident] = told(tmp_path / "mine")
-    assert (incident["signal"], incident["rows"]) == ("nonfinite_batch", [BAD])
-    assert all(map(math.isfinite, met))
+def test_neither_a_nan_row_nor_a_spoiled_gradient_leaves_a_trace_in_an_average(tmp_path: Path) -> None:
+    """Neither in the weights nor in the average of them, which is no part of the run."""
+    callback = Averaging()
+    trainer = by_transformers(tmp_path, lambda: callback, guarded=True, bad=BAD, max_steps=80)
+    written, met = told(tmp_path)
+    assert [one["signal"] for one in met] == ["nonfinite_batch", "nonfinite_grad"]
+    assert (met[0]["rows"], met[1]["step"], met[1]["steps_lost"]) == ([BAD], 31, 1)
+    assert is_finite(trainer.model)
+    assert is_finite(callback.average)
+    assert (trainer.state.global_step, written["status"]) == (80, "completed")
 
 
 class Flips(lightning.Callback):  # type: ignore[misc]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from drilled import drill_of
-from group import alone, together
+from group import agreed, alone, together
 from guarded import mse, often
 from guarded import trained as train
 from kills import die_with_checkpoint, incidents, summary
@@ -49,50 +49,32 @@ class Rows(Dataset[Any]):
         return self.inputs[row], self.inputs[row].sum().reshape(1)
 
 
-def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: int | None = None) -> dict[str, Any]:
+def loop(run_dir: Path, killed_at: int = NEVER, killer: int | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    prepared = accelerator.prepare(model)
-    average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda mean, weight, _: mean.lerp(weight, 0.1))
-    guard = Guard(
-        *(accelerator, prepared, optimizer),
-        data=Rows(killer),
-        batch_size=BATCH,
-        run_dir=run_dir,
-        stop=lambda: guard.clock.step >= asked_at,
-        **SAVED,
-    )
-    guard.keep(average=average)
+    more: dict[str, Any] = {"batch_size": BATCH, "run_dir": run_dir, **SAVED}
+    guard = Guard(Accelerator(cpu=True), model, optimizer, data=Rows(killer), **more)
     began = None
     for batch in guard.batches():
         began = guard.clock.step if began is None else began
-        if guard.step(batch):
-            average.update_parameters(model)
+        guard.step(batch)
         if guard.clock.tick == killed_at:
             die_with_checkpoint(run_dir)
     guard.leave()
     guard.close()
     told = [(str(one.anomaly.signal), one.decision.actions[0].remedy, one.diagnosis.rows) for one in guard.incidents]
-    averages = torch.cat([one.flatten() for one in average.parameters()]).tolist()
-    weights = weights_sha256(guard.state)
-    return {"began": began, "step": guard.clock.step, "told": told, "weights": weights, "average": averages}
+    return {"began": began, "step": guard.clock.step, "told": told, "weights": weights_sha256(guard.state)}
 
 
 def manifests(run_dir: Path) -> dict[str, str]:
     return {one.parent.name: one.read_text() for one in run_dir.glob("checkpoints/*/manifest.json")}
 
 
-@pytest.fixture(scope="module")
-def unharmed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    code, unharmed = alone(loop, tmp_path_factory.mktemp("unharmed"))
-    assert (code, unharmed["told"]) == (0, [])
-    return unharmed  # type: ignore[no-any-return]
-
-
-def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path, unharmed: dict[str, Any]) -> None:
-    """From its newest checkpoint, with what it keeps: to the last bit what it would have become."""
+def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path) -> None:
+    """From its newest checkpoint: to the last bit what it would have become."""
+    _, unharmed = alone(loop, tmp_path / "unharmed")
+    assert unharmed["told"] == []
     for killed_at in (31, 44):
         code, nothing = alone(loop, tmp_path / "mine", killed_at)
         assert (code, nothing) == (-signal.SIGKILL, None)
@@ -100,7 +82,7 @@ def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path, un
     assert code == 0
     assert told["began"] > 0
     assert [what[:2] for what in told["told"]] == [("crash", "go_on")] * 2
-    assert all(told[key] == unharmed[key] for key in ("step", "weights", "average"))
+    assert (told["step"], told["weights"]) == (STEPS, unharmed["weights"])
     lost = sum(one["steps_lost"] for one in incidents(tmp_path / "mine"))
     assert lost == summary(tmp_path / "mine")["ticks"] - STEPS > 0, "also what had no verdict yet"
     saved = manifests(tmp_path / "mine")
@@ -109,19 +91,10 @@ def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path, un
     assert manifests(tmp_path / "mine") == saved, "no checkpoint is written again, and none makes room for it"
 
 
-def test_a_loop_that_is_asked_to_stop_goes_on_where_it_stood(tmp_path: Path, unharmed: dict[str, Any]) -> None:
-    """`leave` has written the very state; nothing is made twice, and nothing is an incident."""
-    code, stopped = alone(loop, tmp_path / "mine", NEVER, 20)
-    assert (code, stopped["step"]) == (0, 20), "none is under way where each verdict is waited for"
-    code, told = alone(loop, tmp_path / "mine")
-    assert (code, told["began"], told["told"]) == (0, 20, [])
-    assert (told["weights"], told["average"]) == (unharmed["weights"], unharmed["average"])
-
-
 def test_a_row_that_ends_the_process_is_narrowed_down_and_put_away(tmp_path: Path) -> None:
     """Its batch is passed over after two ends; in the next epoch its company is another, and it is found out."""
     ends = 0
-    while (ended := alone(loop, tmp_path / "mine", NEVER, NEVER, KILLER))[0] == -signal.SIGKILL:
+    while (ended := alone(loop, tmp_path / "mine", NEVER, KILLER))[0] == -signal.SIGKILL:
         ends += 1
         assert ends <= 4
     code, told = ended
@@ -147,36 +120,25 @@ def ranks(run_dir: Path, killed_at: int) -> list[Any]:
     prepared, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     with pytest.raises(ValueError, match="not prepared for 2 processes"):
         Guard(accelerator, model, optimizer, data=Rows(), batch_size=4)
-    guard = Guard(
-        *(accelerator, prepared, optimizer),
-        data=Rows(),
-        batch_size=4,
-        schedule=schedule,
-        run_dir=run_dir,
-        recovery=TWICE,
-        drill=drill_of(NanGrad(at=[12, 34])),
-        **SAVED,
-    )
+    more: dict[str, Any] = {"run_dir": run_dir, "recovery": TWICE, "drill": drill_of(NanGrad(at=[12, 34])), **SAVED}
+    guard = Guard(accelerator, prepared, optimizer, data=Rows(), batch_size=4, schedule=schedule, **more)
     for batch in guard.batches():
         guard.step(batch)
         if guard.clock.tick == killed_at:
             guard.world.all_of(None)  # neither is gone before the other is here
             die_with_checkpoint(run_dir)
     told = [[action.remedy for action in one.decision.actions] for one in guard.incidents]
-    learned = [told, weights_sha256(guard.state), guard.clock.step, optimizer.param_groups[0]["lr"]]
     guard.close()
     guard.world.leave()
-    return learned
+    return [told, weights_sha256(guard.state), guard.clock.step, optimizer.param_groups[0]["lr"]]
 
 
 def test_strikes_count_on_every_rank_of_a_run_that_goes_on(tmp_path: Path) -> None:
     """Rank 0 alone has read what was done before; all of them decide by it, alike."""
     assert [code for code, _ in together(2, ranks, tmp_path / "mine", 25)] == [-signal.SIGKILL] * 2
-    (first, mine), (second, theirs) = together(2, ranks, tmp_path / "mine", NEVER)
-    assert (first, second) == (0, 0)
-    assert mine == theirs
-    assert mine[0] == [["skip"], ["go_on"], ["rewind", "skip"]]
-    assert mine[3] == pytest.approx(1e-2 * 0.99 ** (2 * (STEPS - 1))), "Accelerate's schedules go a step per process"
+    told, _, _, rate = agreed(2, ranks, tmp_path / "mine", NEVER)
+    assert told == [["skip"], ["go_on"], ["rewind", "skip"]]
+    assert rate == pytest.approx(1e-2 * 0.99 ** (2 * (STEPS - 1))), "Accelerate's schedules go a step per process"
 
 
 def closes_at_the_end(at: int) -> None:

@@ -2,116 +2,228 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from guarded import mse, often, trained
-from test_plan import rows
+from accelerate import Accelerator
+from guarded import guard_over, mse, sums, trained
+from tables import table
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+from user_programs import Counting
 
 from resilient_train.ground.errors import ConfigError, TrainError
-from resilient_train.ground.reader import DiskConfig, MemoryConfig
+from resilient_train.ground.reader import ClipConfig, DiskConfig
 from resilient_train.loop.guard import Guard
 
-WIDTH = 4
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 KEY_OF_THE_COMMAND = re.compile(r"\b(accelerate|checkpoint|checks|data|run|tracking)\.[a-z_]+")
 
 
-def guard_of(model: nn.Module | None = None, build: Any = torch.optim.AdamW, **more: Any) -> Guard:
-    torch.manual_seed(0)
-    model = model or nn.Linear(WIDTH, 1)
-    given = {"data": rows(), "batch_size": 8, "objective": mse, **more}
-    return Guard(None, model, build(model.parameters(), lr=1e-2), **given)
+def anything(value: Any) -> Any:
+    return value
 
 
-# ------------------------------------------------------------------------------------------------------- to resume
+# ------------------------------------------------------------------------------------------------------ its arguments
+
+OTHER = torch.optim.SGD(nn.Linear(6, 1).parameters())
+A_LOADER = DataLoader(TensorDataset(torch.zeros(64, 7)), batch_size=8)
+NOT_A_NUMBER = {"ladders": {"default": []}, "budget": {"share": math.nan}}
+
+BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"accelerator": "cpu"}, "accelerator: expected an accelerate.Accelerator, or None for .*, got str"),
+    ({"model": lambda x: x}, "model: expected a torch.nn.Module, got function"),
+    ({"optimizer": "adam"}, "optimizer: expected a torch.optim.Optimizer or a list of them, got str"),
+    ({"optimizer": []}, "optimizer: the list is empty"),
+    ({"optimizer": OTHER}, "2 of the weights that SGD trains are not the model's"),
+    ({"optimizer": torch.optim.LBFGS(nn.Linear(6, 1).parameters())}, "LBFGS is not supported: its step computes"),
+    ({"data": 3}, "data: expected a data set, a loader or a function, got int"),
+    ({"data": object}, "data: expected a data set, a loader or a function, got type"),
+    ({"data": TensorDataset(torch.zeros(0, 6))}, "data=TensorDataset: the data set is empty"),
+    ({"data": A_LOADER}, "batch_size=16: the loader makes batches of 8 rows itself: leave batch_size out"),
+    ({"data": Counting(9), "num_workers": 1}, "num_workers=1: an iterable data set"),
+    ({"batch_size": None}, "batch_size: missing"),
+    ({"batch_size": "8"}, r"batch_size=8: must be a whole number \(at least 1\) or null, not text"),
+    ({"batch_size": 0}, r"batch_size=0: must be a whole number \(at least 1\)"),
+    ({"accumulate": 2}, "accumulate: is for a loop of plain PyTorch"),
+    ({"accelerator": None, "accumulate": 0}, "accumulate=0: must be a whole number"),
+    ({"scaler": torch.amp.GradScaler("cpu")}, "scaler: is for a loop of plain PyTorch"),
+    ({"scaler": 2.0}, "scaler: expected .*GradScaler.*, got float"),
+    *(({"steps": bad}, "steps=.*: must be a whole number") for bad in (-1, 2.5, True)),
+    ({"memory": 5}, r"memory: expected .*MemoryConfig \| None, got int"),
+    ({"drill": "nan_grad"}, "drill, extensions: expected an Extension, got str"),
+    ({"objective": 1.0}, r"objective: expected a callable \(model, batch\) -> loss, got float"),
+    ({"schedule": 0.5}, "schedule: expected a torch scheduler or a callable"),
+    ({"schedule": [None, None]}, "schedule: 2 schedules for 1 optimizers"),
+    ({"schedule": StepLR(OTHER, 1)}, "schedule: this StepLR was made for another"),
+    ({"schedule": ReduceLROnPlateau(OTHER)}, "schedule: ReduceLROnPlateau follows a metric: leave it out"),
+    ({"recovery": "balance"}, "recovery=balance: .*balanced"),
+    ({"recovery": {"ladders": {"default": [["rewnd"]]}}}, r"recovery.ladders.default\[0\]"),
+    ({"recovery": {"ladders": {"default": [["json.dumps"]]}}}, "json.dumps: is not a remedy: write a dataclass"),
+    ({"recovery": NOT_A_NUMBER}, r"recovery\.budget\.share=nan"),
+    ({"checks": "defualt"}, r"checks=defualt: no such option; did you mean default\? There are"),
+    ({"checks": 3}, r"checks: expected .*ChecksConfig \| .*Mapping \| str, got int"),
+    ({"checks": {"replica": {"every": 0}}}, r"^checks\.replica=.*did you mean"),
+    ({"expect": 400}, "expect=400: must be a list, each a whole number"),
+    ({"data_changed": "yes"}, "data_changed=yes: must be one of refuse, accept"),
+    ({"clip": "tight"}, "clip=tight: must be a finite number"),
+    ({"clip": 0}, r"clip=0: must be a finite number \(greater than 0\)"),
+    ({"clip": ClipConfig(None, math.nan)}, r"clip\.max_value=nan: must be a finite number"),
+    ({"run_dir": __file__}, "is a file, expected a directory"),
+    ({"run_dir": f"{__file__}/run"}, r"run_dir=.*/run: cannot be written: Not a directory"),
+    ({"run_dir": "x", "resume": True}, r"^resume: needs disk=, such as disk=200: "),
+    ({"run_dir": "x", "tracking": "mlruns"}, "tracking=mlruns: MLflow takes no such address, nor a plain directory: "),
+    ({"disk": 10}, "disk: needs a run_dir"),
+    ({"tracking": True}, "tracking: needs a run_dir"),
+]
 
 
-def test_a_resume_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    """Nothing would be there after a kill but the beginning; a state at the end alone has to be asked for."""
-    with pytest.raises(ConfigError, match=r"^resume: needs disk=, such as disk=200: [^\n]*$"):
-        guard_of(run_dir=tmp_path / "run", resume=True)
-    assert not (tmp_path / "run").exists()
-    guard_of(run_dir=tmp_path / "run", resume=True, disk=0).close()
+@pytest.mark.parametrize(("given", "line"), BAD_ARGUMENTS, ids=[line[:40] for _, line in BAD_ARGUMENTS])
+def test_a_wrong_argument_is_named(given: dict[str, Any], line: str, here: Path) -> None:
+    """With what is expected, in one line, before anything runs; without the error behind it, which says less."""
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(net := nn.Linear(6, 1), torch.optim.AdamW(net.parameters()))
+    arguments = {"accelerator": accelerator, "model": model, "optimizer": optimizer, "data": sums(256)}
+    with pytest.raises((TypeError, ValueError), match=line) as caught:
+        Guard(**{**arguments, "batch_size": 16, **given})
+    assert "\n" not in str(caught.value)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    assert not (here / "x").exists()
 
 
 def test_tracking_without_mlflow_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ConfigError, match=r"^tracking: needs the package mlflow: pip install [^\n]*$"):
-        guard_of(run_dir=tmp_path / "run", tracking=True)
+        guard_over(sums(), run_dir=tmp_path / "run", tracking=True)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_does_not_fit_any_more_says_how_to_start_another(tmp_path: Path) -> None:
     """By arguments of the guard: a loop has no command line."""
-    saving: dict[str, Any] = {"run_dir": tmp_path / "run", "disk": DiskConfig(every=5), "resume": True}
-    saving |= {"verify_after": 1, "memory": often(5)}
-    first = trained(guard_of(**saving), 12)
+    saving: dict[str, Any] = {"objective": mse, "run_dir": tmp_path / "run", "disk": DiskConfig(every=5)}
+    first = trained(guard_over(sums(), resume=True, **saving), 12)
     first.leave()
     first.close()
-    other = guard_of(nn.Sequential(nn.Linear(WIDTH, 1)), **saving)
-    with pytest.raises(
-        TrainError, match=r"cannot resume: .*\. resume=False, or another run_dir, starts a new run$"
-    ) as no:
+    net = nn.Linear(6, 1)
+    other = Guard(None, net, torch.optim.AdamW(net.parameters()), data=sums(), batch_size=16, resume=True, **saving)
+    with pytest.raises(TrainError, match=r"cannot resume: .*\. resume=False, or another run_dir, starts a new") as no:
         trained(other, 1)
     assert not KEY_OF_THE_COMMAND.search(str(no.value))
 
 
-def test_snapshots_and_checks_are_named_as_a_loop_gives_them(info: pytest.LogCaptureFixture) -> None:
-    """A check is turned off by its settings over those of the default set, and a wrong name is refused."""
-    checks = {"replicas": {"every": 0}}
-    trained(guard_of(memory=MemoryConfig(every=0, keep=2, max_gib=None), checks=checks), 2)
-    assert "no snapshots in memory (memory.every=0): this run cannot rewind" in info.messages
-    assert not KEY_OF_THE_COMMAND.search(info.text)
-    with pytest.raises(ConfigError, match=r"^checks\.replica=.*did you mean"):
-        guard_of(checks={"replica": {"every": 0}})
+# --------------------------------------------------------------------------------------------------------- in the loop
 
 
-# ------------------------------------------------------------------------------------------------------- in the loop
+def every_batch(guard: Guard, body: Callable[[Any], Any]) -> None:
+    for batch in guard.batches(5):
+        body(batch)
 
 
-def hand_over(guard: Guard, loss_of: Any, steps: int = 20, between: Any = lambda: None) -> None:
-    for batch in guard.batches(steps):
-        loss = loss_of(batch)
-        if loss.requires_grad:
-            loss.backward()
-        between()
-        guard.update(loss)
+def hand_over(guard: Guard, batch: Any) -> torch.Tensor:
+    loss = mse(guard.model, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    guard.update(loss)
+    return loss
 
 
-@pytest.mark.parametrize(
-    ("frozen", "loss_of", "why"),
-    [
-        (True, mse, "all that the optimizer trains are frozen"),
-        (False, lambda model, batch: mse(nn.Linear(WIDTH, 1), batch), "was not computed with the guarded model"),
-        (False, lambda model, batch: mse(model, batch).detach(), "call loss.backward()"),
-    ],
+def of_another_model(guard: Guard, batch: Any) -> Any:
+    return guard.update(anything(mse(nn.Linear(6, 1), batch)))
+
+
+MISTAKES: dict[str, tuple[Callable[[Guard, Any], Any], type[Exception], str]] = {
+    "handed over twice": (
+        lambda guard, batch: guard.update(hand_over(guard, batch)),
+        TrainError,
+        "called twice for one batch: for losses that",
+    ),
+    "not handed back": (lambda guard, batch: None, TrainError, "a batch was not handed back"),
+    "no objective": (lambda guard, batch: guard.step(batch), TypeError, "guard.step needs an objective"),
+    "a number": (lambda guard, batch: guard.update(anything(1.0)), TypeError, "not one of type float"),
+    "no scalar": (lambda guard, batch: guard.update(batch[0]), TypeError, r"not one of shape \[16, 6\]"),
+    "steps itself": (lambda guard, _: guard.state.optimizers[0].step(), TrainError, r"remove optimizer.step\(\)"),
+    "steps afterwards": (
+        lambda guard, batch: [hand_over(guard, batch), guard.state.optimizers[0].step()],
+        TrainError,
+        r"remove optimizer.step\(\)",
+    ),
+    "kept too late": (lambda guard, _: guard.keep(net=nn.Linear(1, 1)), TrainError, "call it before"),
+    "kept without a state": (lambda guard, _: guard.keep(x=anything([])), TypeError, "no state_dict and no load_state"),
+    # Frozen weights, a loss of another model, and a backward that is missing look the same to the gate.
+    "frozen": (
+        lambda guard, batch: guard.update(mse(guard.model.requires_grad_(False), batch)),
+        TrainError,
+        r"no weight has a gradient: all that the optimizer trains are frozen",
+    ),
+    "of another model": (of_another_model, TrainError, "was not computed with the guarded model"),
+    "no backward": (
+        lambda guard, batch: guard.update(mse(guard.model, batch)),
+        TrainError,
+        r"no weight has a gradient: call loss.backward\(\)",
+    ),
+}
+
+
+@table(("body", "kind", "line"), MISTAKES)
+def test_a_mistake_in_the_loop_is_told(body: Callable[..., Any], kind: type[Exception], line: str) -> None:
+    guard = guard_over(sums(256))
+    with pytest.raises(kind, match=line) as caught:
+        every_batch(guard, lambda batch: body(guard, batch))
+    assert "\n" not in str(caught.value)
+
+
+@table(
+    ("objective", "line"),
+    {
+        "no scalar": (lambda model, batch: model(batch[0]), r"^objective=.*returned a loss of shape"),
+        "frozen": (lambda model, batch: mse(model.requires_grad_(False), batch), "all weights of the model are frozen"),
+        "of another model": (lambda model, batch: mse(nn.Linear(6, 1), batch), "not computed with the guarded model"),
+    },
 )
-def test_a_model_without_gradients_says_which_mistake_is_likely(frozen: bool, loss_of: Any, why: str) -> None:
-    """Frozen weights, a loss of another model, and a backward that is missing look the same to the gate."""
-    model = nn.Linear(WIDTH, 1).requires_grad_(not frozen)
-    with pytest.raises(TrainError, match=rf"^no weight has a gradient: .*{re.escape(why)}[^\n]*$"):
-        hand_over(guard_of(model, objective=None), lambda batch: loss_of(model, batch))
+def test_a_bad_objective_is_named_as_it_was_given(objective: Any, line: str) -> None:
+    with pytest.raises(TrainError, match=line):
+        trained(guard_over(sums(256), objective=objective), 5)
 
 
-def test_an_objective_of_a_frozen_or_another_model_says_so() -> None:
-    frozen, other = nn.Linear(WIDTH, 1).requires_grad_(False), nn.Linear(WIDTH, 1)
-    with pytest.raises(ConfigError, match=r"without a graph: all weights of the model are frozen"):
-        trained(guard_of(frozen), 1)
-    with pytest.raises(TrainError, match=r"was not computed with the guarded model"):
-        trained(guard_of(objective=lambda model, batch: mse(other, batch)), 1)
+def test_the_scheduler_is_stepped_by_nobody_else() -> None:
+    """Twice an update it would be at its end after half of the run."""
+    net = nn.Linear(6, 1)
+    optimizer = torch.optim.AdamW(net.parameters())
+    schedule = CosineAnnealingLR(optimizer, 10)
+    guard = Guard(None, net, optimizer, data=sums(256), batch_size=16, schedule=schedule, objective=mse)
+    with pytest.raises(TrainError, match=r"remove scheduler.step\(\)"):
+        every_batch(guard, lambda batch: [guard.step(batch), anything(schedule).step()])
 
 
-# ----------------------------------------------------------------------------------------------------------- the end
+def test_two_guards_in_turn_are_refused() -> None:
+    """One for each loss of a GAN would not rewind together."""
+    one, other = guard_over(sums(), objective=mse), guard_over(sums(), objective=mse)
+    others = iter(other.batches(5))
+    with pytest.raises(TrainError, match="two guards are at work in turn"):
+        every_batch(one, lambda batch: [other.step(next(others)), one.step(batch)])
+
+
+def test_outside_of_the_loop_a_guard_takes_nothing_and_everybody_may_step() -> None:
+    guard = guard_over(sums(), objective=mse)
+    with pytest.raises(TrainError, match=r"iterate over guard.batches\(\)"):
+        guard.step([torch.zeros(16, 6), torch.zeros(16, 1)])
+    trained(guard, 3)
+    mse(guard.model, sums()[:16]).backward()  # type: ignore[no-untyped-call]
+    guard.state.optimizers[0].step()
+
+
+# ------------------------------------------------------------------------------------------------------------- the end
 
 
 def test_an_evaluation_that_is_not_finite_is_not_well(tmp_path: Path, info: pytest.LogCaptureFixture) -> None:
     """No update was bad, and still the result cannot be used."""
-    guard = trained(guard_of(run_dir=tmp_path / "run"), 5)
+    guard = trained(guard_over(sums(), objective=mse, run_dir=tmp_path / "run"), 5)
     guard.evaluated({"loss": float("nan")})
     guard.close()
     assert "The evaluation is not finite (loss nan): 5 steps; no incidents." in " ".join(info.messages)

@@ -11,12 +11,12 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-import torch
 from fork_server import ENVIRONMENT
 from group import Group, launch
-from guarded import often, trained
+from guarded import guard_over, mse, often, sums, trained
 from kills import stand, summary
 
 from resilient_train.command import incidents, status, sync
@@ -92,17 +92,8 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "here"
 
 
-def guard_of(run_dir: Path, rows: torch.Tensor | None = None, **more: Any) -> Guard:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(2, 1)
-    return Guard(
-        *(None, model, torch.optim.SGD(model.parameters(), lr=1e-2)),
-        data=torch.utils.data.TensorDataset(torch.ones(8, 2) if rows is None else rows),
-        batch_size=4,
-        objective=lambda model, batch: model(batch[0]).square().mean(),
-        run_dir=run_dir,
-        **more,
-    )
+def guard_of(run_dir: Path, **more: Any) -> Guard:
+    return guard_over(**{"data": sums(64), "batch_size": 8, "objective": mse, "run_dir": run_dir, **more})
 
 
 def said(capsys: pytest.CaptureFixture[str], place: Path) -> tuple[int, str]:
@@ -234,11 +225,8 @@ def shown(place: Path, database: str) -> dict[str, Any]:
         "name": run.info.run_name,
         "status": run.info.status,
         "tags": run.data.tags,
-        "params": run.data.params,
-        "metrics": run.data.metrics,
         "files": {one.path for one in client.list_artifacts(run.info.run_id)},
         "losses": [one.step for one in client.get_metric_history(run.info.run_id, "train/loss")],
-        "seconds": (run.info.end_time - run.info.start_time) / 1000,
     }
 
 
@@ -250,32 +238,24 @@ class TestLive:
         shutil.copy(empty_store, place / "live.db")
 
     def test_a_loop_is_shown_as_a_run_of_ours_is(self, place: Path) -> None:
-        """Every tenth update, what it evaluates, its incidents and its end; summary.json knows where."""
-        done = launch(place, 1, "own.py", "end", repr({"tracking": f"sqlite:///{place}/live.db"}))
+        """As one run, though it is left twice by a break; every tenth update, what it evaluates when it is over, its
+        incidents and its end. Asked for on one rank alone, and all take part.
+        """
+        uri = f"f'sqlite:///{place}/live.db' if accelerator.is_main_process else None"
+        done = launch(place, 2, "own.py", "again", f"{{'tracking': {uri}}}")
         assert done.is_well, done.stderr
+        assert "another process is uploading" not in done.stderr
+        assert done.stderr.count("for the full report") == done.stderr.count("to see it, start") == 1
         found = shown(place, "live.db")
         assert (found["name"], found["status"], found["tags"]["resilience.incidents"]) == ("mine", "FINISHED", "1")
         assert found["losses"] == [tick for tick in found["losses"] if tick % 10 in (0, 1)]
         assert len(found["losses"]) == 12
         assert {"loop.json", "incidents.jsonl"} <= found["files"]
-        assert summary(place / "mine")["mlflow"]["tracking_uri"] == f"sqlite:///{place}/live.db"
-        assert done.stderr.count("to see it, start") == 1
-        assert sync.main([str(place / "mine")]) == 0
-        assert shown(place, "live.db") == found
-
-    def test_one_that_is_left_and_gone_on_with_is_one_run(self, place: Path) -> None:
-        """Twice by a break; evaluated when it is over; on one rank alone asked for, which all take part in."""
-        uri = f"f'sqlite:///{place}/live.db' if accelerator.is_main_process else None"
-        done = launch(place, 2, "own.py", "again", f"{{'tracking': {uri}}}")
-        assert done.is_well, done.stderr
-        assert "another process is uploading" not in done.stderr
-        assert done.stderr.count("for the full report") == 1
-        found = shown(place, "live.db")
-        assert found["status"] == "FINISHED"
-        assert len(found["losses"]) == 12
         written = summary(place / "mine")
         assert (written["status"], written["eval"]) == ("completed", {"loss": 0.25})
-        assert written["mlflow"] is not None
+        assert written["mlflow"]["tracking_uri"] == f"sqlite:///{place}/live.db"
+        assert sync.main([str(place / "mine")]) == 0
+        assert shown(place, "live.db") == found
 
 
 def test_a_guard_that_could_not_be_made_leaves_its_directory_unlocked(
@@ -297,11 +277,7 @@ def test_a_close_that_raises_still_lets_go(error: Exception, tmp_path: Path, mon
     guard = guard_of(tmp_path / "run", steps=3)
     for batch in guard.batches(2):
         guard.step(batch)
-
-    def settle() -> bool:
-        raise error
-
-    monkeypatch.setattr(guard, "settle", settle)
+    monkeypatch.setattr(guard, "settle", Mock(side_effect=error))
     let_go = []
     monkeypatch.setattr(guard.samples, "close", lambda: let_go.append(True))
     with pytest.raises(type(error)):
@@ -348,9 +324,8 @@ def test_a_close_that_is_interrupted_while_it_writes_is_a_failure(
 
 def test_the_end_of_a_loop_writes_what_the_disk_refused_and_closes_its_files(tmp_path: Path) -> None:
     """Also where nothing else happens in between; and each update was noted once in `progress`."""
-    rows, listed = torch.rand(64, 2), tmp_path / "run/incidents.jsonl"
-    rows[5] = torch.nan
-    guard = guard_of(tmp_path / "run", rows, steps=80)
+    listed = tmp_path / "run/incidents.jsonl"
+    guard = guard_of(tmp_path / "run", data=sums(64, bad=(5,)), steps=80)
     listed.unlink()
     listed.mkdir()
     trained(guard)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
-from fork_server import Forked
-from group import alone, ended
+from group import agreed, alone
 from guarded import Net, rows
 from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,42 +23,38 @@ from resilient_train.loop import arguments
 STEPS = 40
 
 
-def on_a_rank(rank: int, folder: Path, knows_accelerate: bool) -> None:
-    """What a function that torch.multiprocessing.spawn calls does: no variable names its rank."""
-    if knows_accelerate:
-        Accelerator(cpu=True)
-    distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+def on_a_rank(run_dir: Path) -> list[Any]:
+    """A script that torchrun has started: it joins its group, and wraps its model."""
+    distributed.init_process_group("gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
-    try:
-        guard = Guard(None, model, optimizer, data=rows(), batch_size=16, steps=STEPS, run_dir=folder / "run")
-    except ValueError as error:
-        (folder / f"{rank}.txt").write_text(str(error))
-        return
+    guard = Guard(None, model, optimizer, data=rows(), batch_size=16, steps=STEPS, run_dir=run_dir)
     for number, (x, y) in enumerate(guard.batches()):
-        loss = F.cross_entropy(model(x * torch.nan if number == 20 and rank == 1 else x), y)
+        loss = F.cross_entropy(model(x * torch.nan if number == 20 and guard.world.rank else x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         guard.update(loss)
     guard.close()
-    met = [incident.anomaly.ranks for incident in guard.incidents]
-    (folder / f"{rank}.txt").write_text(f"{met} {sha256(dict(model.named_parameters()))} {'RANK' in os.environ}")
+    found = [[*incident.anomaly.ranks] for incident in guard.incidents], sha256(dict(model.named_parameters()))
     guard.world.leave()
+    return [*found]
 
 
-@pytest.mark.parametrize("knows_accelerate", [False, True])
-def test_processes_that_no_launcher_has_started(knows_accelerate: bool, tmp_path: Path) -> None:
-    """They are one run, which refuses the bad batch of rank 1; or Accelerate believed too early that it is alone."""
-    assert ended([Forked(on_a_rank, rank, tmp_path, knows_accelerate) for rank in (0, 1)]) == [0, 0]
-    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
-    assert first == second
+def test_processes_that_a_launcher_has_started_are_one_run(tmp_path: Path) -> None:
+    """Which refuses the bad batch of rank 1."""
+    ranks, _ = agreed(2, on_a_rank, tmp_path / "run")
+    assert ranks == [[1]]
     assert not (tmp_path / "run-2").exists()
-    if knows_accelerate:
-        assert first.startswith("accelerator: torch.distributed has 2 processes, and Accelerate knows 1")
-        assert "\n" not in first
-    else:
-        assert first.startswith("[(1,)]")
-        assert first.endswith("False")
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_processes_that_no_launcher_has_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `torch.multiprocessing.spawn`: no variable names their rank, and each would believe that it is alone."""
+    made = Accelerator(cpu=True)
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"has 2 processes, and Accelerate knows 1: start them with torchrun or"):
+        arguments.world(made)
 
 
 def devices_of_guards(*several: str) -> list[str]:

@@ -9,38 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from accelerate import Accelerator
 from group import alone
-from guarded import mse, often, sums
+from guarded import guard_over, often, sums
 from tables import table
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
+from user_programs import Lengthy, mse
 
 from resilient_train.data.trees import weights_sha256
-from resilient_train.ground.errors import ConfigError, TrainError
+from resilient_train.ground.errors import TrainError
 from resilient_train.loop.guard import Guard
 from resilient_train.report.story import read_story
 
 ROWS, BATCH = 190, 8  # 24 updates see all the rows, two of them for the second time
 LENGTH = 24
 EPOCHS = [LENGTH] * 3
+A_LOADER: Any = DataLoader(sums(ROWS), BATCH)
 
 
-def rows() -> TensorDataset:
-    return sums(ROWS, 4, seed=1)
-
-
-def build(accelerator: Accelerator) -> tuple[Any, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = accelerator.prepare(nn.Linear(4, 1))
-    return model, torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
-
-
-def guard_of(run_dir: Path | None = None, **more: Any) -> Guard:
-    accelerator = Accelerator(cpu=True)
-    data = {"data": rows(), "batch_size": BATCH, "objective": mse, "run_dir": run_dir}
-    return Guard(accelerator, *build(accelerator), **{**data, **more})
+def guard_of(run_dir: Path | None = None, data: Any = None, **more: Any) -> Guard:
+    data = sums(ROWS) if data is None else data
+    return guard_over(data, **{"batch_size": BATCH, "objective": mse, "run_dir": run_dir, **more})
 
 
 def steps_of(guard: Guard, batches: Any) -> int:
@@ -50,9 +38,11 @@ def steps_of(guard: Guard, batches: Any) -> int:
 # ------------------------------------------------------------------------------------------------- how many there are
 
 
-def test_an_epoch_loop_trains_all_its_epochs(tmp_path: Path) -> None:
+def test_a_loop_without_a_plan_is_complete_when_it_is_closed(tmp_path: Path) -> None:
     guard = guard_of(tmp_path / "run")
     assert [steps_of(guard, guard.batches(20)) for _ in range(3)] == [20, 20, 20]
+    with pytest.raises(TrainError, match=r"Guard\(steps=...\), or ask for n more"):
+        next(guard.batches())
     guard.close()
     found = read_story(tmp_path / "run")
     assert (found.state, found.step) == ("completed", 60)
@@ -66,54 +56,20 @@ def test_the_rest_of_a_plan_is_what_is_left_of_it(info: pytest.LogCaptureFixture
     assert "no batches: nothing is left of the 50 steps of the plan" in info.text
 
 
-def test_what_has_no_plan_cannot_ask_for_its_rest() -> None:
-    with pytest.raises(TrainError, match=r"Guard\(steps=...\), or ask for n more"):
-        next(guard_of().batches())
-    for bad in (-1, 2.5, True):
-        with pytest.raises(ConfigError, match=r"steps=.*: must be a whole number"):
-            guard_of(steps=bad)
-
-
-class Stream(IterableDataset[Any]):
-    at = 0
-
-    def __len__(self) -> int:
-        return len(rows())
-
-    def __iter__(self) -> Any:
-        data = rows()
-        while self.at < len(data):
-            self.at += 1
-            yield data[self.at - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 @table(
     ("given", "lengths"),
     {
         "data set": ({}, EPOCHS),
-        "loader": ({"data": DataLoader(rows(), BATCH), "batch_size": None}, EPOCHS),
-        "stream": ({"data": Stream()}, EPOCHS),
+        "loader": ({"data": A_LOADER, "batch_size": None}, EPOCHS),
+        "stream": ({"data": Lengthy(ROWS)}, EPOCHS),
         "a plan that ends in the midst of one": ({"steps": 30}, [LENGTH, 30 - LENGTH]),
+        "a plan of no steps": ({"steps": 0}, []),
     },
 )
 def test_epochs_are_as_long_as_the_data_and_the_plan(given: dict[str, Any], lengths: list[int]) -> None:
     guard = guard_of(**given)
     assert [(epoch.number, steps_of(guard, epoch)) for epoch in guard.epochs(3)] == [*enumerate(lengths)]
     assert guard.steps == sum(lengths)
-
-
-@pytest.mark.parametrize("more", [{"steps": 0}, {}])
-def test_a_plan_of_no_steps_yields_nothing(more: dict[str, Any]) -> None:
-    guard = guard_of(**more)
-    assert list(guard.epochs(0)) == []
-    assert list(guard.batches()) == []
-    assert guard.steps == 0
 
 
 def test_epochs_that_are_made_already_yield_nothing(info: pytest.LogCaptureFixture) -> None:
@@ -126,24 +82,20 @@ def test_epochs_that_are_made_already_yield_nothing(info: pytest.LogCaptureFixtu
 
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
-        return iter(rows())
+        return iter(sums(ROWS))
 
 
-@pytest.mark.parametrize("kind", ["generator", "loader"])
-def test_data_without_a_length_has_no_epochs(kind: str) -> None:
-    loader: Any = DataLoader(rows(), BATCH)
-    data = DataLoader(Endless(), BATCH) if kind == "loader" else (batch for batch in loader)
-    guard = guard_of(data=data, batch_size=BATCH)
+@pytest.mark.parametrize("data", [DataLoader(Endless(), BATCH), (one for one in A_LOADER)])
+def test_data_without_a_length_has_no_epochs(data: Any) -> None:
     with pytest.raises(TrainError, match=r"no len\(\)"):
-        next(guard.epochs(2))
+        next(guard_of(data=data).epochs(2))
 
 
 # ---------------------------------------------------------------------------------------------------- what it comes to
 
 
 def epochs(run_dir: Path, killed_at: int = -1) -> Any:
-    memory = often(2)
-    guard, made = guard_of(run_dir, disk=2, memory=memory, verify_after=1, resume=True), []
+    guard, made = guard_of(run_dir, disk=2, memory=often(2), verify_after=1, resume=True), []
     for epoch in guard.epochs(3):
         steps = 0
         for batch in epoch:
@@ -173,9 +125,7 @@ def test_a_kill_in_the_second_epoch_resumes_there(tmp_path: Path) -> None:
 
 def test_incidents_are_not_closed_with_an_epoch(tmp_path: Path) -> None:
     """Whether it is over is seen in the next one; at the end of the plan what is open is closed."""
-    data = rows()
-    data.tensors[0][33] = torch.nan
-    guard = guard_of(tmp_path / "run", data=data, steps=30, shuffle=False)
+    guard = guard_of(tmp_path / "run", data=sums(ROWS, bad=(33,)), steps=30, shuffle=False)
     outcomes = []
     for _ in range(3):
         steps_of(guard, guard.batches(10))
