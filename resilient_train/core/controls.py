@@ -28,6 +28,7 @@ class Controls:
 
     def __init__(self, parts: Parts, store: Store, log: Any) -> None:
         self._parts, self._store, self._log = parts, store, log
+        self._refused_in_a_row = 0  # updates since one landed or the run was rewound
         updater, episode = parts.updater, parts.checks.episode
         self.knobs = knobs = updater.knobs
 
@@ -46,6 +47,7 @@ class Controls:
 
     def advance(self, *, was_limited: bool, may_relax: bool = True) -> None:
         """Count a healthy update, for what lasts so many."""
+        self._refused_in_a_row = 0
         self.knobs.advance(was_limited=was_limited, may_relax=may_relax)
         for one in self._parts.updater.lasting:
             one.advance()
@@ -55,6 +57,7 @@ class Controls:
         checks, clock, actions = self._parts.checks, self._parts.clock, incident.decision.actions
         step_before, is_mildly_treated = clock.step, is_mild(actions)
         self.incident, self.suspects = replace(incident, rewound_to=None), suspects
+        self._refused_in_a_row += was_refused
         if not is_mildly_treated:
             self.knobs.trouble()
         self.apply_each(actions)
@@ -89,7 +92,7 @@ class Controls:
                 self.snapshot(parts.clock.step, verified=True)
             else:
                 raise TrainError(f"no verified state from before step {anomaly.since + 1} can still be read")
-        step = parts.clock.step
+        step, self._refused_in_a_row = parts.clock.step, 0
         self.incident = replace(self.incident, rewound_to=step)
         parts.updates.rewound(step)
 
@@ -108,7 +111,7 @@ class Controls:
         is_early = max(since, reference.step if reference else 0) < _EARLY_STEPS
         known: dict[str, Any] = {
             "snapshots": len(verified) or int(self._store.has_verified(since)),
-            "began": self._store.began,
+            "refused_in_a_row": 0 if anomaly.landed else self._refused_in_a_row,
             "at_start": is_early and [snapshot.step for snapshot in verified] == [0],
             "rows": parts.samples.rows,
             "quarantined": parts.samples.quarantined,

@@ -22,9 +22,8 @@ def decide(policy: Policy, case: Case, history: Sequence[Incident]) -> Decision:
         return Decision(gave_up=fact("no_remedy", cause=cause))
     ends = [place for place, one in enumerate(history, start=1) if one.decision.gave_up is not None]
     history = history[max(ends, default=0) :]
-    accepted = anomaly.step - (not anomaly.landed)
-    if (count := _refused_in_a_row(anomaly.tick, accepted, case.began, history)) >= policy.budget.in_a_row:
-        return Decision(gave_up=fact("in_a_row", count=count, limit=policy.budget.in_a_row))
+    if case.refused_in_a_row >= policy.budget.in_a_row:
+        return Decision(gave_up=fact("in_a_row", count=case.refused_in_a_row, limit=policy.budget.in_a_row))
     relevant, exhausted = _relevant(history, anomaly.since), 0
     for place, rung in enumerate(ladder):
         actions = _applicable(rung, case)
@@ -144,15 +143,3 @@ def recent(policy: Policy, incidents: Iterable[Incident], tick: int) -> list[Inc
         if lasts or (one.again[-1][0] if one.again else one.anomaly.tick) >= oldest:
             found += [each for each in one.each if lasts or each.anomaly.tick >= oldest]
     return found
-
-
-def _refused_in_a_row(tick: int, accepted: int, began: int, history: Sequence[Incident]) -> int:
-    """Count the updates right before this one that were not accepted; not all of them need to be incidents."""
-    first = tick
-    for incident in reversed(history):
-        one, actions = incident.anomaly, incident.decision.actions
-        was_retried = any(action.remedy == "rewind" for action in actions)  # updates were, since
-        if was_retried or one.tick < began or one.step - (not one.landed) != accepted:
-            break
-        first = one.tick
-    return tick - first

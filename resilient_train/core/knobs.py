@@ -5,21 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 MIN_LR = MIN_CLIP = 1e-6
 
 _RELAX_FACTOR = 2**0.5  # of lr and clip in one step of relaxing: two steps undo a halving
 _LONG_PATIENCE = 8  # at least, where the configured rate never worked, or failed at once
 _MAX_PATIENCE = 64
-
-
-class KnobValues(NamedTuple):
-    lr: float = 1.0  # factor of the scheduled rate, re-warming included
-    clip: float = 1.0  # factor of the configured limits
-    ceiling: float = math.inf  # of the rate, as a multiple of the configured one, whatever the schedule says
-    leapt_to: float = 0.0  # the multiple that the schedule rose to in one step; 0: it did not
-    norm: float = 0.0  # that gradients are clipped to at most, whatever is configured; 0: no such limit
 
 
 @dataclass(slots=True)
@@ -47,11 +39,11 @@ class Knobs(Numbers):
     own: ClassVar = "relax_after"
     relax_after: int = 100  # healthy updates between two steps of relaxing
     lr: float = 1.0  # what the rate is multiplied by, after re-warming
-    clip: float = 1.0
-    ceiling: float = 0.0  # 0: there is none
+    clip: float = 1.0  # factor of the configured limits
+    ceiling: float = 0.0  # of the rate, as a multiple of the configured one, whatever the schedule says; 0: none
     ceiling_met: bool = False  # the schedule went beyond it since it was set
-    leapt_to: float = 0.0
-    norm: float = 0.0
+    leapt_to: float = 0.0  # the multiple that the schedule rose to in one step; 0: it did not
+    norm: float = 0.0  # that gradients are clipped to at most, whatever is configured; 0: no such limit
     warmed: int = 0  # steps done of the present re-warming, ...
     warms_for: int = 0  # ... and all of its steps
     healthy: int = 0  # steps since the last trouble or relaxing
@@ -59,12 +51,14 @@ class Knobs(Numbers):
     relaxing: bool = False  # it has relaxed since the last trouble
 
     @property
-    def values(self) -> KnobValues:
-        values = {name: getattr(self, name) for name in KnobValues._fields}
-        return KnobValues(**values)._replace(
-            lr=max(MIN_LR, self.lr * ((self.warmed + 1) / self.warms_for if self.warms_for else 1.0)),
-            ceiling=self.ceiling or math.inf,
-        )
+    def rate(self) -> float:
+        """What the scheduled rate is multiplied by, re-warming included."""
+        return max(MIN_LR, self.lr * ((self.warmed + 1) / self.warms_for if self.warms_for else 1.0))
+
+    @property
+    def turned(self) -> tuple[float, ...]:
+        """All that shapes an update."""
+        return self.rate, self.clip, self.ceiling, self.leapt_to, self.norm
 
     def turn_lr(self, factor: float, rewarm: int = 0, *, lasting: bool = False) -> None:
         """Multiply the rate; `rewarm`: climb from zero; `lasting`: relax it last."""

@@ -193,10 +193,6 @@ class Scans:
 class Store(Protocol):
     """Checkpoints: the verified states of the run on disk."""
 
-    @property
-    def began(self) -> int:
-        """The first tick of this process: updates of the previous one may be retried."""
-
     def verified(self) -> None:
         """Write the newest verified state if a checkpoint is due."""
 

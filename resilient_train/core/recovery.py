@@ -82,7 +82,7 @@ class Recovery:
         if not anomaly.ranks:  # averaged gradients are the same on every rank: only a replay names the rank
             anomaly = replace(anomaly, ranks=diagnosis.ranks)
 
-        # Decide. The loss is measured against the reference first: how far it is above may set the remedy's strength.
+        # Decide. The reference is set first: rungs for the start of a run ask how early it is.
         reached = anomaly.since if anomaly.signal is Signal.NOT_RECOVERED else anomaly.step
         if reached_weights and diagnosis.cause is not Cause.CORRUPTION:
             checks.require_recovery(anomaly.since, reached)

@@ -26,7 +26,7 @@ class Case:
     at_start: bool = False  # the only verified state is the one that the run began with
     own_rates: bool = False  # an optimizer finds its rates itself, as Adafactor does
     sgd: bool = False  # every optimizer is torch's SGD, whose updates are as large as the gradients
-    began: int = 0  # the first tick of this process: those of the one before may have been retried
+    refused_in_a_row: int = 0  # updates right before this one, in this process
     facts: Mapping[str, Any] = field(default_factory=dict)  # what remedies of extensions need to know
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from resilient_train.core.clip import Clipper, norm_limit
 from resilient_train.core.gate import Agreement, CopyGate, OpenGate, gate_of
-from resilient_train.core.knobs import Knobs, KnobValues
+from resilient_train.core.knobs import Knobs
 from resilient_train.core.state import LR_OF_GUARD, weights_of
 from resilient_train.ground.errors import TrainError
 
@@ -189,12 +189,12 @@ class Updater:
         is_all = len(optimizers) == len(self.optimizers)
         weights = self.weights if is_all else weights_of(optimizers[0])
         scale = self._unscale(optimizers)
-        knobs = self.knobs.values
+        knobs = self.knobs
         max_norm = norm_limit(self.clipper.config.max_norm, knobs.clip, self.usual_norm, knobs.norm)
         norm = self.clipper.clip(weights, max_norm, knobs.clip)
         factor = rates[0] * rates[1]
-        settings, ratio, asked_ratio = self._set(step, knobs.lr * factor, knobs)
-        has_limited = [one.limits(optimizers, ratio or knobs.lr) for one in self.lasting]  # 0: of a tensor
+        settings, ratio, asked_ratio = self._set(step, knobs.rate * factor)
+        has_limited = [one.limits(optimizers, ratio or knobs.rate) for one in self.lasting]  # 0: of a tensor
         is_known = self.clipper.is_by_norm and not any(has_limited)
         known = {
             "settings": settings,
@@ -246,19 +246,20 @@ class Updater:
                 elif setting["lr"] is not planned["lr"]:  # else an optimizer may have changed it in its step
                     group["lr"] = planned["lr"]
 
-    def _set(self, step: int, factor: float, knobs: KnobValues) -> tuple[Settings, float, float]:
+    def _set(self, step: int, factor: float) -> tuple[Settings, float, float]:
         """Return the settings as set, and the highest ratio to a configured rate, as set and as asked."""
         self._require_own_rates()
         settings: list[Mapping[str, Any]] = []
         ratio = asked_ratio = 0.0
+        ceiling, leapt_to = self.knobs.ceiling or math.inf, self.knobs.leapt_to
         planned = self._planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
         for group, setting, usual in zip(self.groups(), planned, chain(*self._configured), strict=True):
             lr = setting["lr"]
             # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
             rate = usual["lr"]
             asked = allowed = lr / rate * factor if rate and isinstance(lr, int | float) else 0.0
-            if asked > knobs.ceiling:  # which falls with the schedule, from the leap on
-                allowed = knobs.ceiling * (min(1.0, asked / knobs.leapt_to) if knobs.leapt_to else 1.0)
+            if asked > ceiling:  # which falls with the schedule, from the leap on
+                allowed = ceiling * (min(1.0, asked / leapt_to) if leapt_to else 1.0)
             setting = dict(setting)
             if setting["lr"] is not None and (factor != 1.0 or allowed < asked):
                 setting["lr"] = rate * allowed if allowed < asked else lr * factor

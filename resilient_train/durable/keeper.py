@@ -61,10 +61,6 @@ class CheckpointKeeper:
         if self._commits and history.began_with is None:
             history.note("began", processes=parts.world.size, samples=parts.samples.slicing.samples)
 
-    @property
-    def began(self) -> int:
-        return self.progress.first or 0
-
     def check(self) -> None:
         """Raise ConfigError on all ranks, each of which calls this, if something could never be saved."""
         parts = self._parts.state.live()

@@ -44,11 +44,9 @@ class Progress:
         self._position = self.last
         self._file = -1
         self._attempts = WriteAttempts(self._path, "a crash would be explained by an older position")
-        self.first: int | None = None  # tick of this process
         self._stays = False
 
     def updating(self, tick: int, step: int, start: int, stop: int) -> None:
-        self.first = tick if self.first is None else self.first
         self._note(Position(Doing.UPDATING, tick, step, start, stop))
 
     def turned_to(self, doing: Doing, tick: int | None = None) -> None:

@@ -450,7 +450,8 @@ class Guard(EngineGuard):
 
     def report(self) -> dict[str, float] | None:
         """Return the numbers of the newest update; None if they were reported. All ranks call it, and wait."""
-        factors = {name: getattr(self._controls.knobs.values, name) for name in ("lr", "clip")}
+        knobs = self._controls.knobs
+        factors = {"lr": knobs.rate, "clip": knobs.clip}
         read = partial(self.world.mean_metrics, mean_metrics(self.reported))
         return self.reporter.report(self.newest, read, self.samples.slicing.samples, factors)
 

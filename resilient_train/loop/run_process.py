@@ -103,7 +103,7 @@ class RunProcess:
 
     def _digest(self) -> int:
         """Digest what ranks have to agree on. Knobs as float32, as their last digit may differ between machines."""
-        parts, knobs = self._run, self._run.controls.knobs.values
+        parts, knobs = self._run, self._run.controls.knobs.turned
         place = parts.clock.step, parts.clock.tick, parts.samples.position, parts.samples.slicing.samples
         rates = [group["lr"] for group in parts.updater.groups()]
         more = self._run.controls.effects.agreed(), to_a_hundredth(rates)

@@ -38,8 +38,11 @@ ANY = Case(refused(9), unknown(refused(9)), snapshots=4, rows=10_000)
 def met(policy: Policy, anomalies: Iterable[Anomaly], can: Case = ANY, diagnose: Diagnose = unknown) -> list[Incident]:
     """What becomes of a series, until it is given up."""
     history: list[Incident] = []
+    in_a_row = 0
     for anomaly in anomalies:
-        case = replace(can, anomaly=anomaly, diagnosis=diagnose(anomaly))
+        is_next = bool(history) and history[-1].anomaly.step == anomaly.step and not history[-1].anomaly.landed
+        in_a_row = in_a_row + 1 if is_next and not anomaly.landed else 0
+        case = replace(can, anomaly=anomaly, diagnosis=diagnose(anomaly), refused_in_a_row=in_a_row)
         history.append(Incident(len(history) + 1, anomaly, case.diagnosis, decide(policy, case, tuple(history))))
         if history[-1].decision.gave_up is not None:
             break
@@ -109,19 +112,19 @@ def trained(
     diagnose: Diagnose = unknown,
 ) -> tuple[Run, IncidentLog]:
     """Run to the end, whichever it is. `fault` says what befalls the update that the run is about to make."""
-    run, history = Run(Knobs(relax_after=policy.relax_after)), IncidentLog(None)
+    run, history, in_a_row = Run(Knobs(relax_after=policy.relax_after)), IncidentLog(None), 0
     while run.step < steps:
         run.tick += 1
         assert run.tick <= most_ticks, "it does not end"
         anomaly = fault(run)
         if anomaly is None or anomaly.landed:
-            run.step, run.position = run.step + 1, run.position + 1
+            run.step, run.position, in_a_row = run.step + 1, run.position + 1, 0
         if anomaly is None:
             run.knobs.advance()
             history.update_accepted(run.step, recovered_after=50, loss_is_off=False)
             continue
         run.anomaly, run.rewound_to = anomaly, None
-        case = replace(like, anomaly=anomaly, diagnosis=diagnose(anomaly))
+        case = replace(like, anomaly=anomaly, diagnosis=diagnose(anomaly), refused_in_a_row=in_a_row)
         decision = decide(policy, case, history.incidents)
         incident = history.open(anomaly, case.diagnosis, decision)
         if decision.gave_up is not None:
@@ -130,6 +133,7 @@ def trained(
             run.knobs.trouble()
         for action in decision.actions:
             remedy(action).apply(cast(Any, run))
+        in_a_row = 0 if anomaly.landed or run.rewound_to is not None else in_a_row + 1
         history.record_treatment(replace(incident, rewound_to=run.rewound_to))
     history.close_all(Outcome.RECOVERED)
     return run, history

@@ -226,8 +226,8 @@ def test_knobs_that_a_remedy_turned_shape_the_updates() -> None:
         handed_over(guard, At("loss", at), 30)
         assert len(guard.incidents) == bool(at)
         groups.append(guard.state.optimizers[0].param_groups[0])
-        knobs = guard._controls.knobs.values
-        assert (knobs.lr, knobs.clip) == ((0.25, 0.5) if at else (1.0, 1.0))
+        knobs = guard._controls.knobs
+        assert (knobs.rate, knobs.clip) == ((0.25, 0.5) if at else (1.0, 1.0))
     turned, usual = groups
     assert turned["lr"] == pytest.approx(0.25 * usual["lr"])
 
@@ -244,6 +244,6 @@ def test_what_a_remedy_turned_outlives_the_process(tmp_path: Path) -> None:
     first.close()
     second = guarded(adamw, None, **more)
     assert second.resume()
-    assert (second.clock.step, second._controls.knobs.values.lr) == (first.clock.step, 0.25)
+    assert (second.clock.step, second._controls.knobs.rate) == (first.clock.step, 0.25)
     handed_over(second, At("none"), 40)
-    assert (second.clock.step, second._controls.knobs.values.lr) == (40, 0.25)
+    assert (second.clock.step, second._controls.knobs.rate) == (40, 0.25)

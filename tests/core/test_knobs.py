@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_train.core.knobs import MIN_CLIP, MIN_LR, Knobs, KnobValues
+from resilient_train.core.knobs import MIN_CLIP, MIN_LR, Knobs
 
 
 def over(knobs: Knobs, name: str, updates: int, **more: Any) -> list[Any]:
     """What a knob is in each of so many accepted updates."""
     found = []
     for _ in range(updates):
-        found.append(getattr(knobs.values, name))
+        found.append(getattr(knobs, name))
         knobs.advance(**more)
     return found
 
@@ -26,8 +26,8 @@ def test_knobs_re_warm() -> None:
     """The rate climbs in a straight line to the lowered one, and relaxing waits until it is there."""
     knobs = Knobs(relax_after=2)
     knobs.turn_lr(0.5, rewarm=4)
-    assert over(knobs, "lr", 8) == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5**0.5, 0.5**0.5])
-    assert knobs.values == KnobValues()
+    assert over(knobs, "rate", 8) == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5**0.5, 0.5**0.5])
+    assert knobs.turned == Knobs().turned
 
 
 def test_trouble_while_relaxing_doubles_the_wait() -> None:
@@ -36,15 +36,15 @@ def test_trouble_while_relaxing_doubles_the_wait() -> None:
     waits = []
     for _ in range(9):
         knobs.turn_lr(0.5)
-        before, wait = knobs.values, 0
-        while knobs.values == before:
+        before, wait = knobs.turned, 0
+        while knobs.turned == before:
             knobs.advance()
             wait += 1
         waits.append(wait)
         knobs.trouble()
     assert waits == [10, 20, 40, 80, 160, 320, 640, 640, 640]
-    over(knobs, "lr", 20_000)
-    assert knobs.values == KnobValues()
+    over(knobs, "rate", 20_000)
+    assert knobs.turned == Knobs().turned
 
 
 @pytest.mark.parametrize("turn", ["turn_lr", "turn_clip", "limit_lr"])
@@ -52,13 +52,13 @@ def test_nothing_is_turned_back_before_the_loss_is_back(turn: str) -> None:
     """Updates off the reference do not count as healthy, and take nothing from those that did."""
     knobs = Knobs(relax_after=10)
     getattr(knobs, turn)(0.5)
-    turned, wait = knobs.values, 79 if turn == "limit_lr" else 9
+    turned, wait = knobs.turned, 79 if turn == "limit_lr" else 9
     for may_relax in (True, False):
         for _ in range(wait):
             knobs.advance(was_limited=True, may_relax=may_relax)
-    assert knobs.values == turned
+    assert knobs.turned == turned
     knobs.advance(was_limited=True)
-    assert knobs.values != turned
+    assert knobs.turned != turned
 
 
 def test_a_limit_of_the_rate_lasts_as_long_as_the_schedule_asks_for_more() -> None:
@@ -67,9 +67,9 @@ def test_a_limit_of_the_rate_lasts_as_long_as_the_schedule_asks_for_more() -> No
     knobs.limit_lr(0.5)
     knobs.limit_lr(2.0)
     ceilings = over(knobs, "ceiling", 160, was_limited=True)
-    assert [*ceilings, knobs.values.ceiling] == pytest.approx([*[0.5] * 80, *[0.5 * 2**0.5] * 80, 1.0])
+    assert [*ceilings, knobs.ceiling] == pytest.approx([*[0.5] * 80, *[0.5 * 2**0.5] * 80, 1.0])
     over(knobs, "ceiling", 80)
-    assert knobs.values == KnobValues()
+    assert knobs.turned == Knobs().turned
 
 
 factors = st.floats(1e-6, 1.0)
@@ -92,17 +92,16 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
     knobs = Knobs(relax_after)
     for name, *arguments in turns:
         getattr(knobs, name)(*arguments)
-        values = knobs.values
-        assert MIN_LR <= values.lr <= 1.0
-        assert MIN_CLIP <= values.clip <= 1.0
-        assert values.ceiling >= MIN_LR
+        assert MIN_LR <= knobs.rate <= 1.0
+        assert MIN_CLIP <= knobs.clip <= 1.0
+        assert knobs.ceiling == 0 or knobs.ceiling >= MIN_LR
         resumed = Knobs(relax_after)
         resumed.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
         assert resumed.state_dict() == knobs.state_dict()
-        assert resumed.values == values
+        assert resumed.turned == knobs.turned
     for _ in range(64 * relax_after * 40):
         knobs.advance()
-    assert knobs.values == KnobValues()
+    assert knobs.turned == Knobs().turned
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, "nan"])

@@ -16,7 +16,7 @@ from torch import nn
 from resilient_train.core.mark import Marks
 from resilient_train.core.ring import Ring, snapshot_to_drop
 from resilient_train.core.state import Clock, RunState
-from resilient_train.core.tree import leaves, put_together, taken_apart
+from resilient_train.core.tree import leaves, taken_apart
 from resilient_train.core.vitals import versions
 from resilient_train.data.trees import nbytes, sha256, state_sha256
 from resilient_train.ground.reader import MemoryConfig
@@ -184,15 +184,6 @@ def test_which_snapshot_makes_room(steps: list[int], verified: list[bool], now: 
     assert snapshot_to_drop(verified, steps, now) == expected
 
 
-def test_one_of_five_snapshots_is_always_of_the_first_quarter() -> None:
-    steps: list[int] = []
-    for now in range(0, 3000, 25):
-        while len(steps) >= 5:
-            del steps[snapshot_to_drop([step + 20 <= now for step in steps], steps, now) or 0]
-        steps.append(now)
-        assert 4 * steps[0] <= now
-
-
 @pytest.mark.parametrize(
     ("before", "to", "after", "best"), [(5, 1, 5, 5), (3, 1, 1, 3), (5, 2, 3, 5), (5, 2, 2, 5), (5, 2, 1, 1)]
 )
@@ -315,22 +306,6 @@ def test_a_snapshot_knows_buffers_by_name(change: Callable[[Shifty], None]) -> N
     assert_as(after, fresh)
 
 
-def test_a_loss_scale_is_captured_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot holds the scaler's own tensors: to read them on the host would wait for the device."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5)
-    bench = Bench(scaler=scaler)
-    monkeypatch.setattr(torch.amp.GradScaler, "state_dict", lambda self: 1 / 0)
-    digest = bench.kept()
-    assert scaler._scale is not None
-    scale = scaler._scale
-    scaler.update(2.0)
-    scaler.set_growth_interval(7)
-    bench.ring.restore(bench.ring.snapshots[0])
-    assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 5)
-    assert scaler._scale is scale
-    assert state_sha256(bench.state) == digest
-
-
 def test_a_backup_holds_the_loss_scale() -> None:
     """Unless it has to be lower than before, after an overflow."""
     bench = Bench(scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
@@ -341,19 +316,6 @@ def test_a_backup_holds_the_loss_scale() -> None:
     assert bench.scaler.get_scale() == 2.0
     marks.undo(kept)
     assert bench.scaler.get_scale() == 8.0
-
-
-def test_a_tree_that_was_taken_apart_is_put_together() -> None:
-    """The same tree, with other tensors, and plain values that it does not share."""
-    plain_value = {"set": {1, 2}, "list": [1, (2, None)], "long": tuple(range(700))}
-    tree = {"b": torch.ones(2), "plain": plain_value, "nested": [torch.zeros(1), (torch.ones(3), "x")]}
-    plain, tensors = taken_apart(tree)
-    assert [one.numel() for one in tensors] == [2, 1, 3]
-    assert tensors[0] is tree["b"]
-    again = put_together(plain, [one + 1 for one in tensors])
-    assert again["plain"] == plain_value
-    assert again["plain"]["set"] is not plain_value["set"]
-    assert torch.equal(again["nested"][1][0], torch.full((3,), 2.0))
 
 
 @pytest.mark.parametrize("make", [list, deque, lambda some: UserDict(x=tuple(some)), lambda some: {"x": [deque(some)]}])

@@ -77,34 +77,6 @@ def test_losses_in_turn_cannot_accumulate() -> None:
         every_batch([FIRST], made, made.guard(steps=STEPS), dict(made.optimizers))
 
 
-def test_optimizers_may_be_those_that_accelerate_has_wrapped() -> None:
-    """In any order, and another one in every turn; what is handed over last has made the update."""
-    made = pair("actor")
-    wrapped = {name: made.accelerator.prepare(one) for name, one in made.optimizers.items()}
-    guard = Guard(made.accelerator, made.nets, list(wrapped.values()), data=made.data, batch_size=8, steps=20)
-    for turn, batch in enumerate(guard.batches()):
-        names = made.names[:: 1 if turn % 2 else -1]
-        results = [bool(guard.update(made.backward(name, batch), optimizer=wrapped[name])) for name in names]
-        assert results == [False, True]
-    assert (guard.clock.step, guard.incidents) == (20, [])
-
-
-@pytest.mark.parametrize(("at", "scale"), [((0, 0), 2.0**17), ((3, 0), 2.0**15), ((3, 4), 2.0**15)])
-def test_the_loss_scale_follows_updates_and_not_their_steps(at: tuple[int, int], scale: float) -> None:
-    """An overflow of any step halves it, and leaves the update out; twenty updates without one double it."""
-    accelerator = Accelerator(cpu=True)
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=20)
-    made = Pair(accelerator, "actor")
-    guard = made.guard(steps=21, recovery=SKIP)
-    for turn, batch in enumerate(guard.batches(), start=1):
-        for number, name in enumerate(["critic"] * 5 + ["actor"] * (turn % 2 == 0)):
-            spoil = SPOILED["gradient" if at == (turn, number) else "not"]
-            guard.update(made.backward(name, batch, spoil), optimizer=made.optimizers[name])
-    assert (guard.clock.step, guard.incidents) == (21, [])
-    assert guard.clock.tick == 21 + (at[0] > 0)
-    assert accelerator.scaler.get_scale() == scale
-
-
 @pytest.mark.parametrize("bad", [0, 3, 4, 7])
 def test_losses_of_all_may_alternate_with_losses_in_turn(bad: int) -> None:
     """Also where the verdict on the one comes in the middle of the other."""

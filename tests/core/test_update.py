@@ -17,7 +17,7 @@ from resilient_train.core.updater import Attempt, Updater
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.reader import ClipConfig
 from resilient_train.loop.hooks import TrainersClipper
-from resilient_train.loop.schedule import CurveSchedule, LoopSchedule, constant
+from resilient_train.loop.schedule import CurveSchedule, constant
 
 CPU = torch.device("cpu")
 
@@ -183,17 +183,3 @@ def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:
     for state in (late, early):
         optimizer.load_state_dict(state)
         assert update(updater, 1, 0.5).settings[0]["lr"] == 0.5
-
-
-class Decays(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        for group in self.param_groups:
-            group["lr"] *= 0.5
-
-
-def test_a_rate_that_the_optimizer_changes_does_not_compound_with_a_remedy() -> None:
-    optimizer = Decays([nn.Parameter(torch.zeros(()))], lr=1.0)
-    updater = Updater([optimizer], [LoopSchedule(optimizer)], Clipper(ClipConfig(None, None)), device=CPU)
-    rates = [update(updater, step, lr).settings[0]["lr"] for step, lr in enumerate([1.0, 0.1, 0.1, 1.0, 1.0])]
-    assert rates == [1.0, 0.05, 0.05, 0.5, 0.25]

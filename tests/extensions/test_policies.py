@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from test_policy import series
 
 from resilient_train.core.decide import decide
-from resilient_train.core.knobs import KnobValues
+from resilient_train.core.knobs import Knobs
 from resilient_train.core.policy import parse
 from resilient_train.core.remedies import KNOWN, Case, is_mild, remedy
 from resilient_train.extensions import load
@@ -244,7 +244,7 @@ def test_bad_samples_here_and_there(name: str, every: int, completes: bool, sign
 
     run, history = run_with(name, fault)
     assert (history.incidents[-1].decision.gave_up is None) == completes
-    assert not completes or (set(run.done), run.knobs.values) == ({"skip"}, KnobValues())
+    assert not completes or (set(run.done), run.knobs.turned) == ({"skip"}, Knobs().turned)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_rate_that_is_too_high(name: str, bearable: float, completes: bool) ->
 
     def fault(run: Run) -> Anomaly | None:
         nonlocal hot
-        hot = hot + 1 if run.step >= 100 and run.knobs.values.lr > bearable else 0
+        hot = hot + 1 if run.step >= 100 and run.knobs.rate > bearable else 0
         return landed(run.step + 1, run.tick) if hot and hot % 8 == 0 else None
 
     _, history = run_with(name, fault, steps=8_000, most_ticks=9_000)
@@ -294,7 +294,7 @@ def test_one_fault_is_cured_by_the_first_rung(name: str, anomaly: Anomaly, cause
     assert (incident.diagnosis.cause, incident.outcome) == (cause, Outcome.RECOVERED)
     assert ("rewind" in run.done) == (anomaly.landed and name != "skip")
     assert cause != "corruption" or "skip" not in run.done
-    assert run.knobs.values == KnobValues()
+    assert run.knobs.turned == Knobs().turned
 
 
 @pytest.mark.parametrize(("times", "completes"), [(60, True), (100, True), (101, False)])

@@ -279,11 +279,6 @@ def draw_again(run: Running) -> None:
         run.model[2].reset_parameters()
 
 
-def draw_once(run: Running) -> None:
-    if run.guard.attempted_step == CHANGE:
-        nn.init.normal_(run.model[2].weight, std=2.0)
-
-
 @cache
 def good_weights() -> dict[str, Tensor]:
     with torch.enable_grad():
@@ -294,12 +289,6 @@ def good_weights() -> dict[str, Tensor]:
 def load(sign: int) -> Callable[[Running], object]:
     """Weights that are trained are loaded once, or damage of the same size."""
     return at(103, lambda run: run.model.load_state_dict({name: sign * one for name, one in good_weights().items()}))
-
-
-def harder() -> TensorDataset:
-    data = sines()
-    data.tensors[1][256:] *= 5
-    return data
 
 
 slow = FIT._replace(optimizer=partial(torch.optim.AdamW, lr=1e-4))
@@ -412,14 +401,6 @@ def with_a_large_target() -> TensorDataset:
     data = readings()
     data.tensors[2][5] = 100.0
     return data
-
-
-def counts(model: Any, batch: Any) -> Tensor:
-    """Counts, some of which are negative: a Poisson distribution refuses them."""
-    x, sensors, y = batch
-    rate = F.softplus(model(x, sensors.clamp(max=4)))
-    seen = torch.where(sensors == 7, -1.0, y.abs().round())
-    return torch.as_tensor(-torch.distributions.Poisson(rate).log_prob(seen).mean())  # type: ignore[no-untyped-call]
 
 
 def by_hand(chosen: Tensor) -> Tensor:
@@ -699,12 +680,6 @@ SCENARIOS: dict[str, Scenario] = {
     "a head that is drawn again and again": Scenario(
         FIT._replace(steps=400), Ends(None, verdict="well", is_touched=False, is_accepted=True), after=draw_again
     ),
-    "a head that is drawn again, which is declared": Scenario(
-        FIT, Ends(), after=draw_once, hands_over=True, guard={"expect": [CHANGE]}
-    ),
-    "harder rows from a place on": Scenario(
-        FIT._replace(data=harder, steps=128, batch_size=4), Ends(None, rows=frozenset()), guard={"shuffle": False}
-    ),
     "weights that are loaded once": Scenario(slow, Ends(first=0.4), after=load(1)),
     "damage of the same size": Scenario(slow, Ends(None, loss=1.15), after=load(-1)),
     # Updates are limited where a run explodes for other reasons than its rate, with which it is trained.
@@ -731,18 +706,11 @@ SCENARIOS: dict[str, Scenario] = {
     "a row that raises in a backward": Scenario(
         READ._replace(data=with_a_large_target, loss=thrown), Ends("data", "quarantine", rows=frozenset([5]))
     ),
-    "a row that a density cannot be asked about": Scenario(
-        READ._replace(data=partial(readings, BAD), loss=counts), Ends("data", "quarantine", rows=frozenset(BAD))
-    ),
     "a row whose values come from outside of torch": Scenario(
         READ._replace(data=with_hidden, loss=hidden), Ends(None, "quarantine", rows=frozenset([9, 77]))
     ),
     "batches without enough of something": Scenario(
         READ._replace(loss=chosen(by_hand, 0.7)), Ends("unknown", "skip", rows=frozenset(), op="statement")
-    ),
-    "batches without any": Scenario(
-        READ._replace(loss=chosen(lambda some: torch.cat([one.square() for one in some]).mean(), 1.2)),
-        Ends(None, op="cat"),
     ),
     "an error that does not come again": Scenario(READ, Ends("transient", "repeat", loss=0), raises_once(12)),
     "a stream without an index": Scenario(READ._replace(data=streamed, loss=of_streamed), Ends(None, "skip armor")),

@@ -49,9 +49,9 @@ def test_a_scenario_ends_as_the_table_says(name: str, tmp_path: Path) -> None:
     for one in met[:1]:
         assert ends.says in say(one.anomaly.evidence) + say(one.diagnosis.advice)
     assert ends.rewinds is None or sum(one.rewound_to is not None for one in met) <= ends.rewinds
-    knobs = guard._controls.knobs.values
+    knobs = guard._controls.knobs
     assert not ends.is_accepted or all(one.is_accepted for one in met)
-    assert ends.is_touched or (guard.samples.skipped.spans, knobs.lr, knobs.clip) == ([], 1.0, 1.0)
+    assert ends.is_touched or (guard.samples.skipped.spans, knobs.rate, knobs.clip) == ([], 1.0, 1.0)
     written = summary(tmp_path / "run")
     assert ends.verdict in (None, written["verdict"])
     assert written["exit_code"] == ends.exit_code
@@ -67,7 +67,7 @@ def test_a_scenario_ends_as_the_table_says(name: str, tmp_path: Path) -> None:
     if ends.breaks:
         assert not math.isfinite(plain_loss(task))
         assert done & {"limit_update", "tighten_clip"}
-        assert row.hands_over or (knobs.lr, any(one.tried for one in met)) == (1.0, True)
+        assert row.hands_over or (knobs.rate, any(one.tried for one in met)) == (1.0, True)
         assert guard.clock.tick < 1.5 * task.steps
     if ends.exit_code and ends.loss == 0:  # the state that it has returned to is the one on disk
         assert guard.clock.step < 150
