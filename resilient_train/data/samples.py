@@ -196,8 +196,7 @@ class MapSamples(Samples):
         self._fetcher = RepeatableBatches(dataset, collate)
         self._plan = _Plan(stream, slicing)
         self._loader: DataLoader[Any] | None = None
-        self._has_warned = False  # that rows had to be fetched again
-        self._lost_until = 0  # the end of the last update in which a worker was lost
+        self._trouble_until: int | None = None  # the end of the last update that took a second try
 
     def next_update(self) -> Update:
         """An error from a worker does not say which row raised it: the rows are then fetched again in this process."""
@@ -253,19 +252,18 @@ class MapSamples(Samples):
             batches.append(batch)
             keys.append(mixed)
             failed |= {row.row: row for row in bad}
-        is_again = self._lost_until == span.start > 0
         if not failed:  # a worker that died, a disk that was away for a moment
+            is_again, is_first = self._trouble_until == span.start, self._trouble_until is None
             # Rows that fail now and then are reported once; the death of a worker costs seconds every time.
-            if not self._has_warned or retries.pauses or (lost_worker and not is_again):
+            if is_first or retries.pauses or (lost_worker and not is_again):
                 log.warning("data: %s; the same rows arrived at another try, and training continues", trouble)
-            self._has_warned = True
-        if lost_worker:
-            self._loader = None  # a loader that has lost a worker cannot be iterated again
-            if is_again:
-                self.num_workers = 0
-                why = "workers fail at once, for example because shared memory is missing"
-                log.warning("data: %s: rows are fetched without them", why)
-            self._lost_until = span.stop
+            self._trouble_until = span.stop
+            if lost_worker:
+                self._loader = None  # a loader that has lost a worker cannot be iterated again
+                if is_again:
+                    self.num_workers = 0
+                    why = "workers fail at once, for example because shared memory is missing"
+                    log.warning("data: %s: rows are fetched without them", why)
         self.position = span.stop
         return Update(span.start, span.stop, batches, keys, tuple(failed.values()))
 
