@@ -258,7 +258,7 @@ SCENARIOS: dict[str, Scenario] = {
         READ._replace(data=with_hidden, loss=hidden), Ends(None, "quarantine", rows=frozenset([9, 77]))
     ),
     "a line that the row has passed before": Scenario(
-        READ._replace(data=with_a_rare_sensor, loss=strict), Ends(None, rows=frozenset([9]), op="statement")
+        READ._replace(data=with_a_rare_sensor, loss=strict), Ends("data", rows=frozenset([9]))
     ),
     "batches without enough of something": Scenario(
         READ._replace(loss=chosen(by_hand, 0.7)), Ends("unknown", "skip", rows=frozenset(), op="statement")
