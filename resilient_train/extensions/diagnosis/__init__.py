@@ -200,7 +200,7 @@ class CauseFinder(Extension, Diagnoser):
         with self._weights_of(verified[0]), samples.as_of_now():
             risen = [self._search.loss_at(one.start) - one.loss for one in trusted]
         if median(risen) > _MIN_SHARE * rise:
-            raise NewRegime(fact("risen_at_verified", was=was, now=was + rise), is_on_purpose=True)
+            raise NewRegime(fact("risen_at_verified", was=was, now=was + rise))
 
     @contextmanager
     def _weights_of(self, snapshot: Snapshot) -> Iterator[None]:
@@ -225,7 +225,7 @@ class CauseFinder(Extension, Diagnoser):
             earlier, later = losses[:place], losses[place:]
             if 0 <= _FAR_LOWER * max(later) < min(earlier):
                 was = median(earlier)
-                raise NewRegime(fact("fell", was=was, now=median(later)), was, is_on_purpose=True)
+                raise NewRegime(fact("fell", was=was, now=median(later)), was)
 
 
 def of_state(
