@@ -345,7 +345,6 @@ def test_every_shipped_drill_can_be_read(name: str) -> None:
     ("overrides", "faults"),
     [
         (["experiment=demo", "run.steps=40"], ["nan_grad", "loss_spike", "bit_flip", "hot_lr"]),
-        (["experiment=demo", "drill=nan_grad", "drill.at=[7]"], [NanGrad(at=[7])]),
         (["experiment=demo", "drill.faults=[{hot_lr:{at:[12],factor:30}}]"], [HotLr(at=[12], factor=30, seed=3)]),
         (["drill=nan_batch", "drill.at=[3]", "drill.value=inf"], [NanBatch(at=[3], value="inf")]),
     ],
