@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import UserDict, namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
