@@ -441,7 +441,7 @@ class Drill(Extension, Hook):
             begins, is_first = self.tick in fault.at, what == "batch" and index not in self._checked
             if not (begins or is_first) or not self._is_possible(index, fault, thing):
                 continue
-            is_again = self._number(index, self.tick) in self._struck and what != "state"
+            is_again = self._firing(index, self.tick) in self._struck and what != "state"
             if begins and (is_again or self._journal_once(index, fault, self.tick)) and fault.is_on(self.rank):
                 thing = fault.spoil(thing, self.tick)
         return thing
@@ -454,11 +454,11 @@ class Drill(Extension, Hook):
         """Say whether a fault begins at this tick. The tick must then not be lost to a rewind of an earlier update."""
         return any(isinstance(fault, TickFault) and tick in fault.at for fault in self._faults.values())
 
-    def _number(self, index: int, tick: int) -> int:
+    def _firing(self, index: int, tick: int) -> int:
         return tick + index * _APART
 
     def _journal_once(self, index: int, fault: Fault, tick: int) -> bool:
-        number = self._number(index, tick)
+        number = self._firing(index, tick)
         if number in self._before or number in self._struck:
             return False
         self._fired(number, fault.name, tick)
