@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from plain_loop import factor
@@ -11,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from resilient_train.command.build import Run, parameter_groups
 from resilient_train.command.config import compose
-from resilient_train.extensions.drills import Drill, UpdatePlace, parse
+from resilient_train.extensions.drills import Drill, parse
 
 
 def by_hand(run: Run, *, skips: bool) -> tuple[int, int]:
@@ -22,16 +23,14 @@ def by_hand(run: Run, *, skips: bool) -> tuple[int, int]:
     schedule, weights, accepted = LambdaLR(optimizer, partial(factor, steps=steps)), list(model.parameters()), 0
     for tick in range(1, steps + 1):
         update = run.guard.samples.next_update()
-        place = UpdatePlace(tick, tick, 0)
+        drill.tick = tick
         (batch,) = update.batches
-        drill.between_updates(place, model, [optimizer])
-        batch = drill.on_batch(place, batch)
-        loss, _ = run.objective(model, batch)
-        loss = drill.on_loss(place, loss)
-        accelerator.backward(loss)
-        drill.on_gradients(place, weights)
+        drill.spoiled("state", SimpleNamespace(model=model, optimizers=[optimizer]))
+        loss, _ = run.objective(model, drill.spoiled("batch", batch))
+        accelerator.backward(drill.spoiled("loss", loss))
+        drill.spoiled("gradients", weights)
         norm = accelerator.clip_grad_norm_(weights, 1.0)
-        hot = drill.rate_factor(place)
+        hot = drill.rate_factor()
         for group in optimizer.param_groups:
             group["lr"] *= hot
         if not skips or (math.isfinite(loss.item()) and math.isfinite(norm.item())):

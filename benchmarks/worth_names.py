@@ -1,9 +1,8 @@
 """Gives every decision of the library a name, notes which of them acted in a run, and switches them off by name.
 
-A decision is an `if`, a function that may return nothing, or a rule of a table: `resilient_train.core.loss.Creep.see`
-or `resilient_train.extensions.diagnosis.verdict.NOT_FINITE.climbed`. It acted if the test was true, the function
-returned something, or the rule answered. Switched off, the test is false, the function returns at once (None, or
-False), and the table is without the rule.
+A decision is an `if`, or a function that may return nothing: `resilient_train.core.loss.Creep.see`. It acted if the
+test was true, or the function returned something. Switched off, the test is false, and the function returns at once
+(None, or False).
 
 `install()` has to come before the first import of the library; no file of it is changed.
 """
@@ -77,16 +76,6 @@ class _Naming(ast.NodeTransformer):
             leaves = ast.parse(f"if {name!r} in __worth__.off: return {neutral}").body[0]
             start = 1 if ast.get_docstring(node) is not None else 0
             node.body.insert(start, ast.fix_missing_locations(ast.copy_location(leaves, node.body[-1])))
-        return node
-
-    def visit_Assign(self, node: ast.Assign) -> Any:
-        """A table of rules: `TABLE = (Rule("name", lambda seen: ..., ...), ...)`."""
-        self.generic_visit(node)
-        for rule in node.value.elts if isinstance(node.value, ast.Tuple) else ():
-            match rule:
-                case ast.Call(func=ast.Name("Rule"), args=[ast.Constant(str(name)), ast.Lambda() as when, *_]):
-                    name = ".".join([*self._path, ast.unparse(node.targets[0]), name])
-                    when.body = _call("tested", self._name(name, rule), when.body)
         return node
 
     def visit_If(self, node: ast.If) -> Any:

@@ -70,12 +70,12 @@ class OnError(Hook):
 
 
 class NewRegime(Exception):
-    """No loss from before can be compared with one of now: the samples had a low one as they had just been learned."""
+    """No loss from before can be compared with one of now: something was changed on purpose."""
 
-    def __init__(self, what: Facts, limit: float = inf, *, is_on_purpose: bool = False) -> None:
+    def __init__(self, what: Facts, limit: float = inf) -> None:
         """A run whose loss does not come below the `limit` afterwards has not learned what is new."""
         super().__init__(what)
-        self.what, self.limit, self.is_on_purpose = what, limit, is_on_purpose
+        self.what, self.limit = what, limit
 
 
 class Diagnoser:

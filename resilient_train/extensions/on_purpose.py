@@ -157,12 +157,7 @@ class OnPurpose(Extension, Diagnoser):
         return rise is not None and self.accepts(rise, anomaly)
 
     def learn_again(self, anomaly: Anomaly, why: NewRegime) -> None:
-        if why.is_on_purpose:
-            self.accept(anomaly, why.what, why.limit)
-        else:
-            log.info("note: %s: check statistics were reset", say(why.what))
-            self._checks.start_over()
-            self._run.controls.note()
+        self.accept(anomaly, why.what, why.limit)
 
     def accepts(self, rise: Rise, anomaly: Anomaly) -> bool:
         probe = self._experiment.probe

@@ -272,7 +272,7 @@ ADVICE = {
     Signal.LOSS_SPIKE: "One loss was far above anything recent: look at the rows of that batch; if many follow, lower the rate.",
     Signal.GRAD_SPIKE: "One gradient was far above anything recent: look for outliers; if many follow, lower the learning rate.",
     Signal.EXCEPTION: "This batch raises and others do not: handle that case, or fix the rows.",
-    Signal.NONFINITE_WEIGHTS: f"Weights became NaN or infinite although every update was finite: {_WRITES} weights between updates.",
+    Signal.NONFINITE_WEIGHTS: f"Weights, or what is kept with them, became NaN or infinite although every update was finite: {_WRITES} them.",
     Signal.WEIGHTS_JUMP: f"Weights moved farther than the optimizer can move them: {_WRITES} weights between updates.",
     Signal.RANK_MISMATCH: f"The ranks hold different weights: {_WRITES} weights on some ranks; if they should, turn off replicas.",
     Signal.NONFINITE_OPTIMIZER: "The optimizer's moments are not finite: if it returns, raise its eps, or keep its state in float32.",
@@ -307,7 +307,6 @@ ADVICE = {
     "seen_with": "Seen with {rows:rows}.",
     "then_raised": "What follows from it raised {error}",
     "raised": "{where:place} raised {error}: keep what it is given within its domain, or catch it there.",
-    "raised_now": "{where:place} raised {error} with {rows:rows}, which passed it in an earlier epoch: keep what it is given in its domain, or catch it.",
     "rows_raised": "With {rows:rows} an update raised {error}: fix or remove such rows, or fix the line.",
     "batches_raise": "<everywhere?Every batch raises><only_some?Only some batches raise><!is_compared?The batch raises> {error}: handle that in your code.",
     "bad_rows": "{rows:Rows}: {why:say}; fix or remove {rows:it}.",
@@ -319,7 +318,6 @@ ADVICE = {
     "eps_lost": "eps={eps:g} of {optimizer} is 0 in {dtype}: raise it, or keep weights and moments in float32.",
     "weight_not_finite": f"`{{name}}` is {{now:g}}< at {{at:id}}>, {_BY_NO_UPDATE}",
     "weight_moved": f"`{{name}}` went from {{before:.3g}} to {{now:.3g}}< at {{at:id}}>, {_BY_NO_UPDATE}",
-    "kept_not_finite": ("Weights and buffers are finite, and something kept is not: look at the code that updates it."),
     "again_after_rewind": "It happened again at the same place after a rewind.",
     "died_twice": "Look at {rows:rows}: the process ended there twice.",
     "ranks_decide": "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version of a file on another host, or a state that only some ranks change.",
@@ -374,8 +372,7 @@ GAVE_UP = {
 
 # Changes that were taken as on purpose, or after which earlier losses are no measure.
 CHANGES = {
-    "risen_at_verified": "the loss rose from {was:.4g} to {now:.4g} with <is_of_later?all later><!is_of_later?any> samples, at verified weights too",
-    "just_learned": "losses of {was:.4g} up to step {step} are of rows that had just been learned; at the same weights others have {others:.4g}",
+    "risen_at_verified": "the loss rose from {was:.4g} to {now:.4g} with any samples, at verified weights too",
     "fell": "the loss fell from {was:.4g} to {now:.4g} as the loop wrote to the weights",
     "rose_again": "the loss rose from {was:.4g} to {now:.4g} at step {step}, after a rewind as before it, with other samples and a tenth of the rate",
 }

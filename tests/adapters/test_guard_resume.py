@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from drilled import drill_of
 from group import agreed, alone, together
 from guarded import mse, often
 from guarded import trained as train
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from resilient_train.data.trees import weights_sha256
-from resilient_train.extensions.drills import NanGrad
+from resilient_train.extensions.drills import Drill, NanGrad
 from resilient_train.extensions.quarantine import QUARANTINE
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.loop.guard import Guard
@@ -120,7 +119,7 @@ def ranks(run_dir: Path, killed_at: int) -> list[Any]:
     prepared, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     with pytest.raises(ValueError, match="not prepared for 2 processes"):
         Guard(accelerator, model, optimizer, data=Rows(), batch_size=4)
-    more: dict[str, Any] = {"run_dir": run_dir, "recovery": TWICE, "drill": drill_of(NanGrad(at=[12, 34])), **SAVED}
+    more: dict[str, Any] = {"run_dir": run_dir, "recovery": TWICE, "drill": Drill([NanGrad(at=[12, 34])]), **SAVED}
     guard = Guard(accelerator, prepared, optimizer, data=Rows(), batch_size=4, schedule=schedule, **more)
     for batch in guard.batches():
         guard.step(batch)

@@ -51,9 +51,9 @@ def test_a_healthy_batch_shows_every_layer_and_changes_nothing() -> None:
     assert torch.equal(model[0].weight.grad, torch.ones(8, 4))
     assert found.is_healthy
     assert found.diagnosis is None
-    assert [one.layer for one in found.layers] == ["0", "1", "2", "3", ""]
-    assert found.layers[0].range["shape"] == [16, 8]
-    assert {one.layer for one in found.gradients} == {"0", "1", "2", "3", ""}
+    assert [one.name for one in found.layers] == ["0", "1", "2", "3", ""]
+    assert found.layers[0].output["shape"] == [16, 8]
+    assert all(one.gradient is not None for one in found.layers)
     assert set(found.weights) == {name for name, _ in model.named_parameters()}
     assert "BatchNorm1d" in str(found)
     assert str(found).endswith("nothing here is out of order")
@@ -75,7 +75,7 @@ def test_mixed_precision_is_that_of_accelerate(fresh_accelerate: None) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(network())
     found = resilient_train.examine(prepared, plain, {"inputs": torch.randn(16, 4)})
-    assert [one.range["dtype"] for one in found.layers if one.kind == "Linear"] == ["bfloat16", "bfloat16"]
+    assert [one.output["dtype"] for one in found.layers if one.kind == "Linear"] == ["bfloat16", "bfloat16"]
 
 
 OVERRIDES = [

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import pickle
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from resilient_train.command.config.compose import load
 from resilient_train.extensions.drills import (
+    FAULTS,
     BadMoments,
     BadRow,
     BitFlip,
@@ -30,7 +30,6 @@ from resilient_train.extensions.drills import (
     LossSpike,
     NanBatch,
     NanGrad,
-    UpdatePlace,
     parse,
 )
 from resilient_train.ground import files
@@ -45,67 +44,49 @@ class Journal:
         self.firings: list[tuple[int, str, int]] = []
 
     def drill(self, *faults: Fault) -> Drill:
-        return Drill(faults, has_fired=self.has, fired=lambda *firing: self.firings.append(firing))
-
-    def has(self, number: int) -> bool:
-        return any(number == known for known, _, _ in self.firings)
+        before = [number for number, _, _ in self.firings]
+        return Drill(faults, before=before, fired=lambda *firing: self.firings.append(firing))
 
     @property
     def ticks(self) -> list[tuple[str, int]]:
         return [(name, tick) for _, name, tick in self.firings]
 
 
-class Run:
-    """A small real run that reports, attempt by attempt, what was not as it should be."""
+class Attempts:
+    """A small model whose updates are attempted, and what of them was not as it should be."""
 
-    def __init__(self, drill: Drill, *, rank: int = 0, optimizer: str = "AdamW", micro_batches: int = 2) -> None:
+    def __init__(self, drill: Drill, *, rank: int = 0) -> None:
         torch.manual_seed(0)
-        self.drill, self.rank, self.micro_batches = drill, rank, micro_batches
+        self.drill, drill.rank = drill, rank
         self.model = torch.nn.Linear(3, 1)
-        self.optimizer: torch.optim.Optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=1e-3)
-        self.batch = {"x": torch.ones(4, 3), "y": torch.zeros(4, 1), "rows": torch.arange(4)}
-        self.step = 1
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.attempt(0)  # now it has moments
 
     def attempt(self, tick: int) -> set[str]:
-        """Make one update; a refused one takes nothing along, and its step comes again."""
-        seen = set()
-        weights, moments = self._weights(), self._moments()
-        good = copy.deepcopy(self.model.state_dict())
-        self.drill.between_updates(self._place(tick), self.model, [self.optimizer])
-        seen |= {"weights"} if not torch.equal(weights, self._weights()) else set()
-        seen |= {"moments"} if not torch.equal(moments, self._moments()) else set()
-        for micro in range(self.micro_batches):
-            place = self._place(tick)
-            batch = self.drill.on_batch(place, self.batch)
-            seen |= {f"batch {micro}"} if not batch["x"].isfinite().all() else set()
-            clean = (self.model(batch["x"]) - batch["y"]).square().mean()
-            loss = self.drill.on_loss(place, clean)
-            seen |= {f"loss {micro}"} if not torch.equal(loss, clean) and clean.isfinite() else set()
-            torch.autograd.backward(loss)
-        gradients = self._gradients()
-        self.drill.on_gradients(place, list(self.model.parameters()))
-        seen |= {"gradients"} if not torch.equal(gradients.nan_to_num(7), self._gradients().nan_to_num(7)) else set()
-        seen |= {"rate"} if self.drill.rate_factor(place) != 1 else set()
-        if seen:
-            self.model.load_state_dict(good)
-        else:
+        self.drill.tick = tick
+        before = self._state()
+        self.drill.spoiled("state", SimpleNamespace(model=self.model, optimizers=[self.optimizer]))
+        seen = {name for name, one in self._state().items() if name in before and not one.equal(before[name])}
+        for micro in range(2):
+            x = self.drill.spoiled("batch", {"x": torch.ones(4, 3)})["x"]
+            seen |= {f"batch {micro}"} if not x.isfinite().all() else set()
+            clean = self.model(torch.ones(4, 3)).sum()
+            loss = self.drill.spoiled("loss", clean)
+            seen |= {f"loss {micro}"} if not loss.equal(clean) else set()
+            clean.backward()
+        self.drill.spoiled("gradients", list(self.model.parameters()))
+        gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+        seen |= {"gradients"} if not all(one.isfinite().all() for one in gradients) else set()
+        seen |= {"rate"} if self.drill.rate_factor() != 1 else set()
+        if tick == 0:
             self.optimizer.step()
-            self.step += 1
         self.optimizer.zero_grad()
         return seen
 
-    def _place(self, tick: int) -> UpdatePlace:
-        return UpdatePlace(tick=tick, step=self.step, rank=self.rank)
-
-    def _weights(self) -> torch.Tensor:
-        return torch.cat([weight.detach().flatten() for weight in self.model.parameters()]).clone()
-
-    def _gradients(self) -> torch.Tensor:
-        return torch.cat([weight.grad.flatten() for weight in self.model.parameters() if weight.grad is not None])
-
-    def _moments(self) -> torch.Tensor:
-        states = [value for state in self.optimizer.state.values() for value in state.values() if value is not None]
-        return torch.cat([torch.zeros(0), *(value.flatten().float() for value in states)])
+    def _state(self) -> dict[str, torch.Tensor]:
+        moments = [state["exp_avg_sq"].flatten() for state in self.optimizer.state.values()]
+        weights = torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
+        return {"weights": weights, **({"moments": torch.cat(moments).clone()} if moments else {})}
 
 
 @pytest.mark.parametrize(
@@ -116,47 +97,27 @@ class Run:
         (InfLoss(at=[4]), {4: {"loss 0", "loss 1"}}),
         (LossSpike(at=[4]), {4: {"loss 0", "loss 1"}}),
         (NanGrad(at=[4]), {4: {"gradients"}}),
-        (HotLr(at=[4], updates=3), {4: {"rate"}, 5: {"rate"}, 6: {"rate"}}),
+        (HotLr(at=[4], updates=3), {tick: {"rate"} for tick in (4, 5, 6)}),
         (BitFlip(at=[4]), {4: {"weights"}}),
         (BadMoments(at=[4]), {4: {"moments"}}),
     ],
     ids=lambda value: value.name if isinstance(value, Fault) else "",
 )
 def test_each_fault_spoils_its_own_place_at_its_own_tick(fault: Fault, seen: dict[int, set[str]]) -> None:
-    """What it names changes at its ticks; at all other ticks, and on another rank, nothing does."""
-    here, elsewhere = Run(Journal().drill(fault)), Run(Journal().drill(fault), rank=1)
+    """What it names changes at its ticks, once, also after a restart; else, and on another rank, nothing does. Every
+    rank journals it: ranks that agree on what was fired can wait for each other there.
+    """
+    journals = [Journal(), Journal()]
+    here, elsewhere = (Attempts(one.drill(fault), rank=rank) for rank, one in enumerate(journals))
+    is_rate = fault.name == "hot_lr"
     for tick in range(1, 9):
         assert here.attempt(tick) == seen.get(tick, set()), f"tick {tick}"
-        away = elsewhere.attempt(tick)
-        assert away == (seen.get(tick, set()) if fault.name == "hot_lr" else set())
-
-
-@pytest.mark.parametrize("fault", [NanBatch(at=[3]), LossSpike(at=[3]), NanGrad(at=[3]), BitFlip(at=[3])])
-def test_a_fault_fires_once_even_if_its_place_comes_again(fault: Fault) -> None:
-    journal = Journal()
-    run = Run(journal.drill(fault))
-    assert [bool(run.attempt(tick)) for tick in (1, 2, 3, 4)] == [False, False, True, False]
-    run.step = 3  # rewound
-    assert not run.attempt(5)
-    assert not Run(journal.drill(fault)).attempt(3)  # restarted
-    assert journal.ticks == [(fault.name, 3)]
-
-
-def test_a_hot_stretch_goes_on_after_a_restart() -> None:
-    """A restart within its ticks finds the rate still hot, and does not journal it again; two that overlap are one."""
-    journal, fault, place = Journal(), HotLr(at=[2], updates=3, factor=30), UpdatePlace(3, 3, 0)
-    assert [journal.drill(fault).rate_factor(place) for _ in range(2)] == [30, 30]
-    assert journal.ticks == [("hot_lr", 2)]
-    assert Journal().drill(HotLr(at=[2, 3], updates=5)).rate_factor(replace(place, tick=4)) == 100
-
-
-def test_every_rank_journals_the_firings_of_all() -> None:
-    """Ranks that agree on what was fired can wait for each other there."""
-    journals = [Journal(), Journal()]
-    for rank, journal in enumerate(journals):
-        Run(journal.drill(NanGrad(at=[2], rank=1), BitFlip(at=[2])), rank=rank).attempt(2)
+        assert elsewhere.attempt(tick) == (seen.get(tick, set()) if is_rate else set())
     assert journals[0].firings == journals[1].firings
-    assert len({number for number, _, _ in journals[0].firings}) == 2
+    assert journals[0].ticks == [(fault.name, tick) for tick in seen if not is_rate or tick == 4]
+    restarted = Attempts(journals[0].drill(fault))
+    assert any(restarted.attempt(tick) for tick in seen) == is_rate  # the rate stays hot
+    assert len(journals[0].firings) == len({number for number, _, _ in journals[0].firings})
 
 
 @pytest.mark.parametrize(
@@ -177,17 +138,17 @@ def test_a_bit_flip_flips_one_bit_of_one_weight(dtype: torch.dtype, bit: int, gi
     def bits() -> torch.Tensor:
         return torch.cat([weight.detach().contiguous().view(-1).view(integers) for weight in model.parameters()])
 
-    before, places = bits(), set()
+    before, places, state = bits(), set(), SimpleNamespace(model=model)
     for seed in range(30):
-        BitFlip(at=[7], seed=seed, bit=given).spoil(7, model, [])
+        BitFlip(at=[7], seed=seed, bit=given).spoil(state, 7)
         (changed,) = (bits() ^ before).nonzero().flatten().tolist()
         assert (bits() ^ before)[changed] == torch.ones((), dtype=integers) << bit
         places.add(changed)
-        BitFlip(at=[7], seed=seed, bit=given).spoil(7, model, [])
+        BitFlip(at=[7], seed=seed, bit=given).spoil(state, 7)
         assert bits().equal(before)
     assert len(places) > 10
     beyond = f"bit={8 * dtype.itemsize} is none of the {8 * dtype.itemsize} of a weight, which are counted from 0"
-    assert BitFlip(at=[7], bit=8 * dtype.itemsize).lacks(model, []) == beyond
+    assert BitFlip(at=[7], bit=8 * dtype.itemsize).lacks(state) == beyond
 
 
 @pytest.mark.parametrize(
@@ -211,7 +172,7 @@ def test_bad_moments_finds_the_moments_of_every_optimizer(
     weight.grad = torch.full_like(weight, 2.0)
     one.step()
     before = {name: value.clone() for name, value in one.state[weight].items() if value is not None}
-    BadMoments(at=[1]).spoil(1, torch.nn.Module(), [one])
+    BadMoments(at=[1]).spoil(SimpleNamespace(optimizers=[one]), 1)
     after = one.state[weight]
     assert after[moment].equal(before[moment] * factor)
     assert after.get("step", 0) == before.get("step", 0)
@@ -228,46 +189,38 @@ ROWS = torch.arange(2)
         (lambda x: x, lambda batch: batch),
         (lambda x: (x, ROWS), lambda batch: batch[0]),
         (lambda x: Pair(x, 1), lambda batch: batch.x),
-        (lambda x: {"deep": [{"x": x}]}, lambda batch: batch["deep"][0]["x"]),
-        (lambda x: UserDict(x=x), lambda batch: batch["x"]),
+        (lambda x: UserDict(deep=[{"x": x}]), lambda batch: batch["deep"][0]["x"]),
     ],
-    ids=["tensor", "tuple", "namedtuple", "nested", "mapping"],
+    ids=["tensor", "tuple", "namedtuple", "nested"],
 )
-def test_batches_of_any_shape_are_spoiled_and_keep_it(
-    wrap: Callable[[torch.Tensor], Any], unwrap: Callable[[Any], torch.Tensor]
-) -> None:
+def test_batches_of_any_shape_are_spoiled_and_keep_it(wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any]) -> None:
     x = torch.ones(2, 3, dtype=torch.bfloat16)
-    batch = wrap(x)
-    spoiled = Journal().drill(NanBatch(at=[1])).on_batch(UpdatePlace(1, 1, 0), batch)
+    batch, drill = wrap(x), Journal().drill(NanBatch(at=[1]))
+    drill.tick = 1
+    spoiled = drill.spoiled("batch", batch)
     assert type(spoiled) is type(batch)
     assert unwrap(spoiled)[0].isnan().all()
     assert unwrap(spoiled)[1].equal(x[1])
     assert unwrap(batch) is x
     assert x.equal(torch.ones_like(x))
-    assert type(batch) is not tuple or spoiled[1] is ROWS
 
 
-def test_a_run_that_a_fault_cannot_spoil_refuses_it_long_before_it_strikes() -> None:
-    """The first batch says so, or the third update: before one has landed no optimizer keeps moments."""
+def test_what_a_fault_cannot_spoil_refuses_it_or_leaves_it_out(caplog: pytest.LogCaptureFixture) -> None:
+    """The first batch says so, or the update that would be struck; a fault that is left out is not journalled."""
+    tokens = {"input_ids": torch.arange(4)}
     with pytest.raises(ConfigError, match=r"drill=nan_batch: .*no floating-point numbers.*use inf_loss or nan_grad"):
-        Journal().drill(NanBatch(at=[100])).on_batch(UpdatePlace(1, 1, 0), {"input_ids": torch.arange(4)})
-    run = Run(Journal().drill(BadMoments(at=[100])), optimizer="SGD")
-    run.attempt(1)
-    run.attempt(2)
-    with pytest.raises(ConfigError, match="drill=bad_moments: the optimizer has no moments"):
-        run.attempt(3)
-
-
-def test_an_optional_fault_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """What a run cannot have is not journalled either, and the other faults strike all the same."""
+        Journal().drill(NanBatch(at=[100])).spoiled("batch", tokens)
     journal = Journal()
-    drill = journal.drill(NanBatch(at=[1], optional=True), InfLoss(at=[1]))
-    batch = {"input_ids": torch.arange(4)}
+    drill = journal.drill(NanBatch(at=[1], optional=True), InfLoss(at=[1]), BadMoments(at=[2]))
+    drill.tick = 1
     with caplog.at_level(logging.WARNING, "resilient_train"):
-        assert drill.on_batch(UpdatePlace(1, 1, 0), batch) is batch
-    assert drill.on_loss(UpdatePlace(1, 1, 0), torch.tensor(2.0)).isinf()
+        assert drill.spoiled("batch", tokens) is tokens
+    assert drill.spoiled("loss", torch.tensor(2.0)).isinf()
     assert "nan_batch is left out" in caplog.text
     assert journal.ticks == [("inf_loss", 1)]
+    drill.tick = 2
+    with pytest.raises(ConfigError, match="drill=bad_moments: the optimizer has no moments"):
+        drill.spoiled("state", SimpleNamespace(optimizers=[torch.optim.SGD([torch.ones(1, requires_grad=True)])]))
 
 
 @given(
@@ -293,30 +246,25 @@ def test_a_wrapped_data_set_differs_in_its_bad_rows_only(count: int, named: set[
     assert len(chosen) == (len(fault.rows) or min(count, max(1, round(share * count))))
 
 
-def test_rows_of_numpy_and_plain_numbers_are_spoiled_in_their_own_types() -> None:
-    """An array stays an array of its dtype, a float a float; integers and texts stay."""
+def test_rows_keep_their_types_and_the_data_set_what_it_knows() -> None:
+    """An array stays an array of its dtype; a restart wraps, but journals no second time; no random number is drawn."""
+
+    class Noisy(list[Any]):
+        classes = 10
+
+        def __getitem__(self, index: Any) -> Any:
+            return {"noise": torch.rand(2), **super().__getitem__(index)}
+
     row = {"x": np.ones(2, np.float32), "scalar": np.float32(1), "y": 0.5, "n": 3, "text": "a", "ok": True}
-    (spoiled,) = Journal().drill(BadRow(rows=[0], what="outlier")).wrapped([row])
+    journal, inner, state = Journal(), Noisy([row]), torch.get_rng_state()
+    for _ in range(2):
+        wrapped = journal.drill(BadRow(rows=[0], what="outlier")).wrapped(inner)
+    assert torch.get_rng_state().equal(state)
+    assert (wrapped.classes, journal.ticks) == (10, [("bad_row", 0)])
+    spoiled = wrapped[0]
     assert spoiled["x"].dtype == spoiled["scalar"].dtype == np.float32
     assert spoiled["x"].tolist() == [1e4, 1e4]
     assert (spoiled["y"], spoiled["n"], spoiled["text"], spoiled["ok"]) == (5000.0, 3, "a", True)
-
-
-def test_wrapping_knows_what_the_data_set_knows_and_is_journalled_once() -> None:
-    """A restart wraps, but journals no second time; without bad rows nothing is wrapped; no random number is drawn."""
-
-    class Noisy(TensorDataset):
-        classes = 10
-
-        def __getitem__(self, index: int) -> Any:
-            return torch.rand(2)
-
-    journal, inner, state = Journal(), Noisy(torch.ones(5, 2)), torch.get_rng_state()
-    assert journal.drill(BadRow(rows=[1])).wrapped(inner).classes == 10
-    wrapped = journal.drill(BadRow(rows=[1])).wrapped(inner)
-    assert torch.get_rng_state().equal(state)
-    assert wrapped[1][0].isnan().all()
-    assert journal.ticks == [("bad_row", 0)]
     assert journal.drill(NanBatch(at=[1])).wrapped(inner) is inner
 
 
@@ -342,11 +290,8 @@ def test_data_sets_that_cannot_have_bad_rows_are_refused(dataset: Any, why: str)
 @pytest.mark.parametrize(
     ("node", "faults"),
     [
-        ({}, []),
-        ({"faults": []}, []),
         ({"fault": "nan_batch", "at": [100], "value": math.inf}, [NanBatch(at=[100], value="inf")]),
         ({"fault": "nan_grad", "at": 7, "rank": "all"}, [NanGrad(at=[7], rank="all")]),
-        ({"fault": "nan_grad", "at": None}, [NanGrad(at=[500])]),
         ({"fault": "nan_grad", "at": [0.25, 3, 0.0001]}, [NanGrad(at=[1, 3, 250])]),
         (
             {"faults": ["bit_flip", {"inf_loss": None}], "seed": 5},
@@ -357,7 +302,6 @@ def test_data_sets_that_cannot_have_bad_rows_are_refused(dataset: Any, why: str)
             [NanBatch(at=[50], seed=1), HotLr(at=[120], factor=30, seed=2)],
         ),
         ({"fault": "bad_row", "rows": [3], "what": "outlier"}, [BadRow(rows=[3], what="outlier")]),
-        ({"fault": "bad_row", "rows": [3], "what": math.inf}, [BadRow(rows=[3], what="inf")]),
     ],
 )
 def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[Fault]) -> None:
@@ -370,13 +314,11 @@ def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[
         ({"fault": "nan_bach"}, "drill.fault=nan_bach: no such fault; did you mean nan_batch? There are bad"),
         ({"fault": "hot_lr", "facto": 3}, "drill.facto=3: no such key; did you mean factor? There are seed"),
         ({"fualts": []}, "drill.fualts=[]: no such key; did you mean faults? There are fault, faults, seed"),
-        ({"fault": "nan_grad", "faults": []}, "drill.faults=[]: no such key; there are seed"),
         ({"faults": "nan_grad"}, "drill.faults=nan_grad: must be a list, such as [{nan_batch: {at: [50]}}]"),
         ({"faults": [["nan_grad"]]}, "drill.faults[0]=['nan_grad']: must be one fault with its settings, such as"),
         ({"faults": ["nan_grad", "x"]}, "drill.faults[1]=x: no such fault; there are bad_moments"),
         ({"faults": [{"hot_lr": {"updates": 0}}]}, "drill.faults[0].hot_lr.updates=0: must be a whole number (at"),
         ({"fault": "nan_grad", "at": [1.5]}, "drill.at=[1.5]: 1.5 is neither a tick (1, 2, ...) nor a fraction of"),
-        ({"fault": "nan_grad", "at": "soon"}, "drill.at=soon: soon is neither a tick"),
         ({"fault": "nan_grad", "at": [101]}, "drill.at=[101]: the run has only 100 steps: nothing would strike at"),
         ({"fault": "nan_grad", "at": []}, "drill.at: nan_grad would never strike: give it ticks, such as [100]"),
         ({"fault": "bad_row", "share": 0}, "drill.rows: no row would be bad: name some, such as [17], or a share"),
@@ -403,7 +345,6 @@ def test_every_shipped_drill_can_be_read(name: str) -> None:
     ("overrides", "faults"),
     [
         (["experiment=demo", "run.steps=40"], ["nan_grad", "loss_spike", "bit_flip", "hot_lr"]),
-        (["experiment=demo", "drill=nan_grad", "drill.at=[7]"], [NanGrad(at=[7])]),
         (["experiment=demo", "drill.faults=[{hot_lr:{at:[12],factor:30}}]"], [HotLr(at=[12], factor=30, seed=3)]),
         (["drill=nan_batch", "drill.at=[3]", "drill.value=inf"], [NanBatch(at=[3], value="inf")]),
     ],
@@ -416,8 +357,6 @@ def test_a_drill_is_composed_on_the_command_line(overrides: list[str], faults: l
 
 def test_the_gauntlet_holds_one_of_each() -> None:
     faults = parse({**option("drill", "gauntlet"), "seed": 0}, steps=1000)
-    names = [fault.name for fault in faults]
-    shipped = sorted(file.stem for file in (files.conf() / "drill").glob("*.yaml"))
-    assert sorted([*names, "none", "gauntlet", "demo", "crash", "hang"]) == shipped
+    assert {fault.name for fault in faults} == FAULTS.keys() - {"crash", "hang"}
     ticks = [tick for fault in faults for tick in getattr(fault, "at", ())]
     assert len(set(ticks)) == len(faults) - 1  # bad_row has no tick

@@ -16,7 +16,7 @@ from test_kept import Holder
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from resilient_train.ground.types import fact
+from resilient_train.ground.types import Signal, fact
 from resilient_train.loop.guard import Guard
 from resilient_train.parts.modes import BufferWatch
 
@@ -130,7 +130,7 @@ def test_an_average_that_is_damaged_once_is_as_if_it_had_not_been(tmp_path: Path
     guard = spoiled(tmp_path / "run", average([23]), hurt)
     assert [str(one.diagnosis.cause) for one in guard.incidents] == ["corruption"]
     assert guard.incidents[0].anomaly.evidence[0]["name"] == "kept.item/mean"
-    assert guard.incidents[0].diagnosis.advice == fact("kept_not_finite")
+    assert guard.incidents[0].diagnosis.advice == fact(Signal.NONFINITE_WEIGHTS)
     assert hurt.state["mean"].tolist() == sound.state["mean"].tolist()
     for tree in tmp_path.glob("run/checkpoints/*/tensors.safetensors"):
         from safetensors.torch import load_file

@@ -10,13 +10,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from clinic_ranks import Net, Rows
-from drilled import drill_of
 from group import launch, together
 from guarded import often, trained
 from kills import checkpoints, incidents, summary
 
 from resilient_train.data.trees import weights_sha256
-from resilient_train.extensions.drills import BitFlip
+from resilient_train.extensions.drills import BitFlip, Drill
 from resilient_train.extensions.scans.layout import digest
 from resilient_train.ground.errors import RanksDiffer
 from resilient_train.loop.arguments import named
@@ -114,7 +113,7 @@ def guarded(accelerator: Accelerator, flips: list[BitFlip], every: int, rate: fl
         checks=checks,
         memory=often(10),
         verify_after=5,
-        drill=drill_of(*flips),
+        drill=Drill(flips),
     )
 
 

@@ -1,38 +1,264 @@
-"""Finds causes by a replay of the update, by its rows, and by the history of the run."""
+"""Why something happened: what rows, replays, the state, past updates and the learning rate say about it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from math import inf
+from operator import attrgetter, itemgetter
+from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
+from resilient_train.core import randomness
+from resilient_train.core.protocols import Diagnoser, NewRegime
+from resilient_train.core.ring import Snapshot
+from resilient_train.core.state import copy_pairs, is_pair
+from resilient_train.core.transaction import Transaction, Update
+from resilient_train.core.tree import Share, is_sharded, local_part
+from resilient_train.data.history import Leap
+from resilient_train.data.stream import Key
 from resilient_train.extensions import Extension
-from resilient_train.extensions.diagnosis.explain import Explainer
+from resilient_train.extensions.diagnosis import rows as by_rows
+from resilient_train.extensions.diagnosis import verdict
 from resilient_train.extensions.diagnosis.replay import Replay
-from resilient_train.extensions.diagnosis.search import Search
-from resilient_train.parts.run import Run
+from resilient_train.extensions.diagnosis.search import NONFINITE, Search
+from resilient_train.ground.types import (
+    OF_THE_LOSS,
+    SPIKES,
+    Anomaly,
+    Cause,
+    Diagnosis,
+    Facts,
+    Incident,
+    Signal,
+    by_signal,
+    fact,
+)
+from resilient_train.parts.run import Run, lost_eps
+
+_OF_THE_RATE = (
+    *OF_THE_LOSS,
+    Signal.GRAD_SPIKE,
+    Signal.NONFINITE_LOSS,
+    Signal.NONFINITE_GRAD,
+    Signal.NONFINITE_WEIGHTS,
+    Signal.NONFINITE_OPTIMIZER,
+)
+_MIN_SHARE = 0.5  # of a rise of the loss: what causes less of it is not to blame
+_AHEAD = 2048  # samples ahead that are searched as well, once bad rows are found
+_FAR_LOWER = 2.0  # times
+_FAR_ABOVE = 100.0  # times what three of four rows do not exceed
+_LOSS = attrgetter("loss")
 
 
-class CauseFinder(Extension):
+class CauseFinder(Extension, Diagnoser):
+    """Finds the cause of an anomaly, trying the cheapest way first. Every rank makes each of these calls."""
+
     def build(self, run: Run) -> None:
+        self._run, run.diagnoser = run, self
+        self._leap: Leap | None = None  # of the learning rate, before the newest anomaly
+        self._search: Search | None = None  # None if updates cannot be replayed
         backend, objective = run.backend, run.backend.objective
-        search = None
-        if objective is not None:
-
-            def loss_of(model: Any, batch: Any) -> torch.Tensor:
-                return objective.for_training(model, batch)[0]
-
-            replay = Replay(
-                *(backend.bare, loss_of, backend.anomaly_mode.backward),
-                *(run.marks, backend.attributes, run.updater.drop_gradients),
-                trained=run.updater.weights,
-                over_ranks=run.world.norm,
-                seeds=run.seeds,
-                device=run.world.device,
-                is_patched=lambda file, line, op: run.is_patched(file, line, op),
-            )
-            search = Search(replay, run.samples, run.world, run.beat, run.handled_lines)
-        optimizers, checks = run.updater.optimizers, run.checks
-        run.diagnoser = Explainer(
-            run.world, run.samples, run.state, run.ring, optimizers, run.updates, checks, search, run.beat
+        if objective is None:
+            return
+        replay = Replay(
+            backend.bare,
+            measure=lambda model, batch: objective.for_training(model, batch)[0],
+            backward=backend.anomaly_mode.backward,
+            marks=run.marks,
+            attributes=backend.attributes,
+            seeds=run.seeds,
+            device=run.world.device,
+            drop_gradients=run.updater.drop_gradients,
+            trained=run.updater.weights,
+            over_ranks=run.world.norm,
+            is_patched=lambda file, line, op: run.is_patched(file, line, op),
         )
+        self._search = Search(run, replay)
+
+    def trusted(self, signal: Signal, since: int, has_landed: bool) -> int:
+        """Find out whether the learning rate rose lately. Updates that landed after a leap of it are not trusted."""
+        self._leap = leap = self._run.updates.leap(since if has_landed else None)
+        if leap is None or not leap.is_sudden or signal not in _OF_THE_RATE:
+            return since
+        return min(since, max(0, leap.step - 1))
+
+    def explain(
+        self, anomaly: Anomaly, update: Update, refused: Transaction | None, history: Sequence[Incident]
+    ) -> Diagnosis:
+        """Return the cause; that may be what `trusted` has found. Raises NewRegime."""
+        leap = self._leap
+        is_sudden = leap is not None and leap.is_sudden
+        found: Diagnosis | None = None
+        errors = {one.row: fact("text", text=one.error) for one in update.failed}  # of rows that could not be fetched
+        if anomaly.signal is Signal.EXCEPTION and any(failed := self._run.world.all_of(errors)):
+            found = verdict.on_bad_rows(*failed)
+        elif not anomaly.landed or anomaly.signal in NONFINITE:
+            found = self._bad_rows(update) if anomaly.signal is Signal.NONFINITE_BATCH else None
+            found = found or (self._of_refused(anomaly, refused) if refused is not None else None)
+            found = found or by_signal(anomaly)
+        elif anomaly.signal in OF_THE_LOSS and not is_sudden and self._run.checks.episode.reference is not None:
+            losses = [*map(_LOSS, self._run.updates.around(anomaly.since)[0])]
+            if losses:
+                self._require_same_losses(anomaly, median(losses), self._run.checks.episode.reference.level)
+        found = found or self._damage(anomaly, history)
+        # Bad rows do not depend on the learning rate, and a slow rise of it makes no operation return NaN.
+        may_be_leap = is_sudden or (found.culprit is None and found.cause is Cause.EXPLOSION)
+        may_be_leap &= found.cause is not Cause.DATA and anomaly.signal in (_OF_THE_RATE if is_sudden else OF_THE_LOSS)
+        if leap is not None and may_be_leap:
+            times, before = leap.jump or leap.factor, leap.step - 1
+            rose = fact("rate_rose", times=times, before=before, step=leap.step, is_sudden=is_sudden)
+            to = leap.usual * leap.factor if leap.is_sudden else 0.0
+            return Diagnosis(Cause.RATE, rose, usual_rate=leap.usual, leapt_to=to)
+        return found
+
+    def _of_refused(self, anomaly: Anomaly, refused: Transaction) -> Diagnosis | None:
+        is_spike, search = anomaly.signal in SPIKES, self._search
+        if is_spike:
+            self._require_same_losses(anomaly, self._run.updates.recent_measurements()[0][-1])
+        found = search.diagnose(anomaly, refused) if search is not None else None
+        if not is_spike or (search is not None and (found is None or found.cause is not Cause.DATA)):
+            return found
+        more = self._find_outlier_rows(refused.update.start)  # those to come as well
+        if found is None or more is None:
+            return found or more
+        return replace(found, rows=tuple(sorted({*found.rows, *more.rows})), reasons={**more.reasons, **found.reasons})
+
+    def _bad_rows(self, update: Update) -> Diagnosis | None:
+        """Find the rows whose values are not finite. This takes no replay."""
+        keys = chain.from_iterable(update.keys) if self._run.samples.rows else ()
+        with randomness.preserved(self._run.world.device):  # fetching rows changes it
+            odd = self._odd_among(keys, lambda row: by_rows.nonfinite_fields(row)[:3])
+        by_rank = self._run.world.all_of(odd)
+        return verdict.on_bad_rows(*by_rank) if any(by_rank) else None
+
+    def _damage(self, anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis:
+        """What is wrong with weights or moments: the worst that any rank has found. Raises NewRegime."""
+        if anomaly.signal is Signal.WEIGHTS_JUMP and not anomaly.ranks:
+            self._require_worse_weights(anomaly)
+        verified, model = self._run.ring.verified_until(anomaly.since), self._run.state.model
+        before: Mapping[str, Any] = verified[0].parts["weights"] if verified else {}
+        mine = of_state(anomaly, dict(model.named_parameters()), before, self._run.updater.optimizers)
+        # A healthy rank also names the weight that moved most, so keep only the anomaly's ranks.
+        theirs = enumerate(self._run.world.all_of(mine))
+        blamed = [one for rank, one in theirs if one is not None and (not anomaly.ranks or rank in anomaly.ranks)]
+        found = max(blamed, key=itemgetter(0))[1] if blamed else by_signal(anomaly)
+        # With the same gradients every optimizer comes to the same weights on all ranks. Other weights that break again
+        # at the same place, after the updates were retried, are no accident of the hardware.
+        may_be = blamed and found.cause is Cause.CORRUPTION and anomaly.signal is not Signal.RANK_MISMATCH
+        seen = {(one.anomaly.signal, one.anomaly.since) for one in history[-2:]}
+        if may_be and (anomaly.signal, anomaly.since) in seen:
+            return Diagnosis(Cause.OPTIMIZER, fact("again_after_rewind") + found.advice)
+        return found
+
+    def _find_outlier_rows(self, start: int) -> Diagnosis | None:
+        """Look in an update for rows whose values are far above those of others, then also in those to come. Without a
+        replay they have to be very large: nothing else can explain them.
+        """
+        samples, world = self._run.samples, self._run.world
+        if not samples.rows:
+            return None
+        with randomness.preserved(world.device):  # fetching rows changes it
+            keys = [*chain.from_iterable(samples.keys_at(start))]
+            others = samples.others(keys[: by_rows.OTHERS], 0, least=by_rows.ENOUGH)
+            usual = by_rows.usual_sizes([self._fetched(key) for key in others])
+            far_above = partial(by_rows.far_above, usual=usual, times=_FAR_ABOVE)
+            odd = self._odd_among(keys, far_above)
+            if not any(world.all_of(bool(odd))):
+                return None
+            for ahead in samples.starts(start, _AHEAD):
+                odd |= self._odd_among(chain.from_iterable(samples.keys_at(ahead)), far_above)
+        return verdict.on_bad_rows(*world.all_of(odd))
+
+    def _fetched(self, key: Key) -> Any:
+        self._run.beat()
+        return self._run.samples.fetched(key)
+
+    def _odd_among(self, keys: Iterable[Key], says: Callable[[Any], Facts]) -> dict[int, Facts]:
+        found = ((key.row, says(self._fetched(key))) for key in keys)
+        return {row: why for row, why in found if why}
+
+    def _require_same_losses(self, anomaly: Anomaly, now: float, level: float | None = None) -> None:
+        """Raise NewRegime if samples have lost their loss at the weights that they had it with: no update or rate can
+        do that. `now` is a loss far above the `level`, by default that of those samples.
+        """
+        samples, verified = self._run.samples, self._run.ring.verified_until(anomaly.since)
+        trusted = self._run.updates.around(verified[0].step)[1] if verified else []
+        if self._search is None or not samples.rows or not trusted:
+            return
+        was = median(map(_LOSS, trusted))
+        rise = now - (was if level is None else level)
+        if not rise > (_MIN_SHARE * abs(was) if level is None else 0):
+            return
+        with self._weights_of(verified[0]), samples.as_of_now():
+            risen = [self._search.loss_at(one.start) - one.loss for one in trusted]
+        if median(risen) > _MIN_SHARE * rise:
+            raise NewRegime(fact("risen_at_verified", was=was, now=was + rise))
+
+    @contextmanager
+    def _weights_of(self, snapshot: Snapshot) -> Iterator[None]:
+        """Use the weights and buffers of a snapshot, and nothing else of it."""
+        self._run.ring.copier.wait()
+        buffers, saved = self._run.state.model.named_buffers(), snapshot.parts["buffers"]
+        pairs = self._run.state.pairs(snapshot.parts["weights"])
+        pairs += [(buffer, saved[name]) for name, buffer in buffers if is_pair(buffer, saved.get(name))]
+        now = [(live, local_part(live).detach().clone()) for live, _ in pairs]
+        with randomness.preserved(self._run.world.device):
+            copy_pairs(pairs)
+            try:
+                yield
+            finally:
+                copy_pairs(now)
+
+    def _require_worse_weights(self, jump: Anomaly) -> None:
+        """Raise NewRegime if the loss fell far from one update to the next, as it does by no damage."""
+        newest, before = self._run.updates.around(jump.since)
+        losses = [*map(_LOSS, (*before, *newest))]
+        for place in range(2, len(losses) - 1):
+            earlier, later = losses[:place], losses[place:]
+            if 0 <= _FAR_LOWER * max(later) < min(earlier):
+                was = median(earlier)
+                raise NewRegime(fact("fell", was=was, now=median(later)), was)
+
+
+def of_state(
+    anomaly: Anomaly,
+    weights: Mapping[str, Tensor],
+    before: Mapping[str, Tensor | Share],
+    optimizers: Sequence[Optimizer],
+) -> tuple[float, Diagnosis] | None:
+    """Say what is wrong on this rank, and how bad it is; `before` are weights of a verified state, if there is one."""
+    if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
+        return inf, Diagnosis(Cause.OPTIMIZER, lost)
+    is_jump = anomaly.signal is Signal.WEIGHTS_JUMP
+    if not is_jump and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
+        return None
+    if (worst := _worst(weights, before if is_jump else {})) is None:
+        return None
+    far, found = worst
+    what = fact("weight_moved" if is_jump else "weight_not_finite", **found, step=anomaly.step)
+    return far, Diagnosis(Cause.CORRUPTION, what)
+
+
+@torch.no_grad()
+def _worst(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]) -> tuple[float, dict[str, Any]] | None:
+    """Find the element that is farthest from what it was before, if that is known; one that is not finite is so."""
+    farthest, found = 0.0, None
+    for name, whole in weights.items():
+        weight = local_part(whole)
+        if not weight.is_floating_point() or not weight.numel():
+            continue
+        was = local_part(before[name]).to(weight.device) if name in before else weight
+        far, flat = (weight - was).abs().nan_to_num(inf).flatten().max(dim=0)
+        if float(far) > farthest:
+            farthest, place = float(far), [int(one) for one in torch.unravel_index(flat, weight.shape)]
+            values = {"before": float(was[tuple(place)]), "now": float(weight[tuple(place)])}
+            found = farthest, {"name": name, "at": [] if is_sharded(whole) else place, **values}
+    return found

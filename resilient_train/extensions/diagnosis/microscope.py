@@ -10,29 +10,22 @@ memory that they share with known ones, its nodes by the line that autograd's an
 
 from __future__ import annotations
 
-import inspect
-import linecache
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from resilient_train.core.tree import leaves
-from resilient_train.extensions.diagnosis.frames import (
-    broken,
-    floating,
-    kinds_of,
-    kinds_of_numbers,
-    memory_of,
-    statistics,
-)
 from resilient_train.extensions.diagnosis.verdict import Observations, is_plain
 from resilient_train.ground.operations import is_in_place, is_random, op_name
 from resilient_train.ground.types import Culprit
@@ -228,7 +221,7 @@ class Microscope(TorchFunctionMode):
     def _unseen(self, bad: Iterable[Tensor], call: Origin) -> Origin | None:
         """The origin of what no call that was seen has returned: by its node, else the call that it was given to."""
         strange = [one for one in bad if _place(one) not in self._origins]
-        made = [_call_of(one.grad_fn, "forward") for one in strange if one.grad_fn is not None]
+        made = [_call_of(one.grad_fn) for one in strange if one.grad_fn is not None]
         given = replace(call, was_given=True, is_of_data=False)
         found = next((one for one in made if one.line is not None), given)
         return replace(found, kind=call.kind, call=call.call) if strange and found.line is not None else None
@@ -312,18 +305,12 @@ def _is_custom(node: Any) -> bool:
     return hasattr(node, "_forward_cls")
 
 
-def _call_of(node: Any, method: str = "backward") -> Origin:
-    """A node that no call has made as a call; of a user's own autograd.Function the line is that of its backward."""
-    if not _is_custom(node):
-        name = re.sub(r"Backward\d*$", "", node.name()).rpartition("::")[2]
-        return Origin(op_name(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()), _made_at(node))
-    code = getattr(inspect.unwrap(getattr(node._forward_cls, method)), "__code__", None)
-    if code is None or not is_users(code.co_filename):
+def _call_of(node: Any) -> Origin:
+    """A node that no call has made as a call, at the user's line that did."""
+    if _is_custom(node):
         return Origin(node._forward_cls.__name__, _made_at(node))
-    first = code.co_firstlineno  # that of its decorators
-    lines = enumerate(linecache.getlines(code.co_filename)[first - 1 :], first)
-    at = next((number for number, text in lines if text.lstrip().startswith("def ")), first)
-    return Origin(node._forward_cls.__name__, Line(code.co_filename, at))
+    name = re.sub(r"Backward\d*$", "", node.name()).rpartition("::")[2]
+    return Origin(op_name(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()), _made_at(node))
 
 
 def _made_at(node: Any) -> Line | None:
@@ -335,3 +322,84 @@ def _made_at(node: Any) -> Line | None:
         if found and is_users(found[1]):
             return Line(found[1], int(found[2]))
     return None
+
+
+# What tensors hold: whether they are finite, in which range, and in which memory.
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Leave modes, gradients, and vmap, grad and jvp for a moment: within these no value may be looked at."""
+    with torch._C.DisableTorchFunction(), torch.no_grad(), temporarily_clear_interpreter_stack():
+        yield
+
+
+def floating(tree: Any) -> list[Tensor]:
+    tensors = (one for one in tree_leaves(tree) if isinstance(one, Tensor))
+    return [one for one in tensors if one.is_floating_point() or one.is_complex()]
+
+
+@_unwatched()
+def kinds_of(tensor: Tensor) -> set[str]:
+    values = _values(tensor)
+    if values.is_meta or bool(values.isfinite().all()):
+        return set()
+    kinds = {"nan": values.isnan(), "inf": values.isinf()}
+    return {kind for kind, mask in kinds.items() if bool(mask.any())}
+
+
+def broken(tree: Any) -> list[Tensor]:
+    return [one for one in floating(tree) if kinds_of(one)]
+
+
+def kinds_of_numbers(tree: Any) -> set[str]:
+    """What the plain numbers of a tree are, such as the value of `masked_fill`."""
+    numbers = [one for one in tree_leaves(tree) if isinstance(one, float)]
+    return kinds_of(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+
+
+@_unwatched()
+def memory_of(tensor: Tensor) -> int | None:
+    try:
+        return _values(tensor).untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):  # it has none, or hides it
+        return None
+
+
+def statistics(tensors: Sequence[Tensor]) -> tuple[Mapping[str, Any], ...]:
+    """The ranges of the first inputs of an operation."""
+    return tuple(map(range_of, tensors[:4]))
+
+
+@_unwatched()
+def range_of(tensor: Tensor) -> dict[str, Any]:
+    """Shape, type and range of the finite elements of a tensor. Waits for the device."""
+    values = _values(tensor).detach()
+    if values.is_complex():
+        values = values.abs()
+    finite = values[values.isfinite()].double()
+    one: dict[str, Any] = {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "nonfinite": values.numel() - finite.numel(),
+    }
+    if finite.numel():
+        sizes = finite.abs()
+        nonzero = sizes[sizes > 0]
+        one |= {
+            "min": finite.min().item(),
+            "max": finite.max().item(),
+            "zeros": finite.numel() - nonzero.numel(),
+            "smallest": nonzero.min().item() if nonzero.numel() else 0.0,
+        }
+    return one
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """The dense numbers behind a tensor, in a type that torch can compare."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        values = tensor._values  # a method, but of a jagged tensor the values: its method does not work inside of torch
+        tensor = values if isinstance(values, Tensor) else values() if tensor.is_sparse else tensor.values()
+    return tensor.float() if tensor.element_size() == 1 else tensor

@@ -18,7 +18,6 @@ from resilient_train.core.mark import Marks
 from resilient_train.core.randomness import Seeds
 from resilient_train.core.tree import is_sharded, local_part
 from resilient_train.data.trees import rebuilt
-from resilient_train.extensions.diagnosis.frames import Layers
 from resilient_train.extensions.diagnosis.microscope import Microscope, Origin
 from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.types import Facts
@@ -52,12 +51,13 @@ class Replay:
     backward: Callable[[Tensor], None]
     marks: Marks
     attributes: Attributes
-    drop_gradients: Callable[[], None]
-    trained: Sequence[Tensor]  # the weights whose gradients the gate looks at
-    over_ranks: Callable[[list[Tensor]], Tensor]  # the norm of sharded gradients, which every rank calls
     seeds: Seeds
     device: torch.device
-    is_patched: Callable[[str, int, str], bool]  # says of file, line and operation whether what it breaks is repaired
+    drop_gradients: Callable[[], None]
+    trained: Sequence[Tensor]  # the weights whose gradients the gate looks at
+    over_ranks: Callable[[list[Tensor]], Tensor] | None = None  # the norm of sharded gradients, which every rank calls
+    # Says of file, line and operation whether what it breaks is repaired.
+    is_patched: Callable[[str, int, str], bool] = lambda file, line, op: False
 
     def __post_init__(self) -> None:
         self._bare: nn.Module = getattr(self.model, "_orig_mod", self.model)
@@ -71,7 +71,7 @@ class Replay:
         batches: Sequence[Any],
         start: int,
         attributes: Saved = (),
-        watching: Microscope | Layers | None = None,
+        microscope: Microscope | None = None,
     ) -> Replayed:
         """Replay the update at position `start` with these batches, beginning with `attributes` of the modules."""
         gradients = [(weight, weight.grad) for weight in self._bare.parameters()]
@@ -84,8 +84,8 @@ class Replay:
         # Unscaled: what is not finite then is no overflow that a lower scale prevents.
         with unscaled(self.marks), self.attributes.preserved(attributes), randomness.preserved(self.device), in_eager:
             try:
-                with watching or nullcontext():
-                    return self._measured([_copied(batch) for batch in batches], start, watching)
+                with microscope or nullcontext():
+                    return self._measured([_copied(batch) for batch in batches], start, microscope)
             except (torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:
@@ -112,15 +112,15 @@ class Replay:
             origin = replace(origin, inputs=origin.inputs or microscope.inputs)
         return replace(measured, origin=origin)
 
-    def _measured(self, batches: Sequence[Any], start: int, watching: Microscope | Layers | None) -> Replayed:
+    def _measured(self, batches: Sequence[Any], start: int, microscope: Microscope | None) -> Replayed:
         self.seeds.for_update(start)
         losses = []
         for batch in batches:
-            if isinstance(watching, Microscope):
-                watching.knows(batch)
+            if microscope is not None:
+                microscope.knows(batch)
             loss = self.measure(self.model, batch)
-            if isinstance(watching, Microscope):
-                watching.judge(loss)
+            if microscope is not None:
+                microscope.judge(loss)
             self.backward(loss)
             losses.append(loss.detach().float().reshape(()))
         trained = set(map(id, self.trained))
@@ -128,7 +128,7 @@ class Replay:
         grads = {name: grad.coalesce().values() if grad.is_sparse else grad for name, grad in named if grad is not None}
         by_layer = {name: float(torch.linalg.vector_norm(local_part(grad).double())) for name, grad in grads.items()}
         total = math.sqrt(sum(norm**2 for norm in by_layer.values()))
-        if self.is_sharded and grads:
+        if self.is_sharded and grads and self.over_ranks is not None:
             total = float(self.over_ranks([*grads.values()]))
         return Replayed(float(torch.stack(losses).mean()), total, by_layer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,30 +23,27 @@ _FAR_BELOW = 1e3  # times: what divides by so small a number, or takes its logar
 _MANY = 0.5  # of a batch: where as many rows are guilty it is not the rows
 
 
-def guilty(count: int) -> Generator[Sequence[int], bool, tuple[int, ...]]:
+def guilty(count: int, breaks: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
     """Find the places of a batch of `count` rows each of which breaks a batch that is healthy otherwise.
 
-    It asks for trials: yields places, and is sent whether a batch breaks that keeps the rows there and has others in
-    all other places. Nothing is returned where no part of the batch does it alone, or where most of it does.
+    `breaks` tries a batch that keeps the rows of these places and has others in all other places. Nothing is returned
+    where no part of the batch does it alone, or where most of it does.
     """
     if count == 1:
-        return (0,) if (yield [0]) else ()
+        return (0,) if breaks([0]) else ()
     found: list[int] = []
-    waiting = [list(range(count))]
+    waiting = [list(range(count))] if count else []
     trials = 0
     while waiting:
         places = waiting.pop()
         if len(places) == 1:
-            found.append(places[0])
+            found += places
             continue
-        middle, parts = len(places) // 2, []
-        for part in (places[:middle], places[middle:]):
-            if (yield part):
-                parts.append(part)
+        middle = len(places) // 2
+        waiting += reversed([part for part in (places[:middle], places[middle:]) if breaks(part)])
         trials += 2
         if trials > MOST_TRIALS or len(found) > _MANY * count:
             return ()
-        waiting += reversed(parts)
     return tuple(sorted(found)) if len(found) <= max(1, _MANY * count) else ()
 
 

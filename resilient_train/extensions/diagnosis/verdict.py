@@ -1,11 +1,10 @@
-"""From what replays have shown to a cause and advice: tables of rules, of which the first that applies answers."""
+"""From what replays have shown to a cause and advice: of the tests of a function, the first that holds answers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
 from resilient_train.ground.operations import HAVE_VALUES, family
@@ -120,7 +119,6 @@ class Observations:
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, Facts] = field(default_factory=dict)  # by row of `rows`: which of its values are unusual
     others: int = 0  # rows that were tried where an operation of data alone breaks on `rows`, and hardly on any other
-    have_passed: bool = False  # the rows were trained on before, in an earlier epoch
     batch_is_bad: bool = False  # it holds values that are not finite
     size: float = 0.0  # of the gradient, measured in doubles
     failure: Facts = ()  # why a replay was impossible
@@ -131,24 +129,16 @@ class Observations:
     error: str = ""  # that was raised
 
     @property
-    def blames_rows(self) -> bool:
-        return bool(self.odd) and (self.batch_is_bad or len(self.odd) == len(self.rows))
-
-    @property
     def blamed(self) -> tuple[int, ...]:
         return () if self.everywhere else self.rows
 
     @property
-    def rows_left(self) -> tuple[int, ...]:
-        return self.blamed if self.is_tried else ()
-
-    @property
-    def only_some(self) -> bool:
-        return self.is_compared and not self.everywhere
+    def blames_rows(self) -> bool:
+        return bool(self.odd) and (self.batch_is_bad or len(self.odd) == len(self.rows))
 
     @property
     def climbs(self) -> bool:
-        return self.climb >= _CLIMB and not self.only_some
+        return self.climb >= _CLIMB and (self.everywhere or not self.is_compared)
 
     @property
     def leaps(self) -> bool:
@@ -158,34 +148,26 @@ class Observations:
         return self.everywhere and self.leap >= most and self.landed < until
 
     @property
-    def broken(self) -> Culprit:
-        assert self.culprit is not None
-        return self.culprit
-
-    @property
     def overflows(self) -> bool:
         return self.culprit is not None and overflows(self.culprit, self.kind)
 
     @property
     def is_thrown(self) -> bool:
         """Whether every batch overflows at weights that no healthy update can have made."""
-        if not (self.overflows and self.everywhere and self.landed) or self.was_given:
+        if self.culprit is None or not (self.overflows and self.everywhere and self.landed) or self.was_given:
             return False
-        inputs = self.broken.inputs
+        inputs = self.culprit.inputs
         is_early = self.landed < _FIRST and all(one.get("dtype") != "float16" for one in inputs)
-        return is_early or largest(inputs) > HUGE or self.broken.op in LOOPS
-
-    @property
-    def has_value(self) -> bool:
-        return self.culprit is not None and (self.kind == "domain" or family(self.culprit.op) in HAVE_VALUES)
-
-    @property
-    def times(self) -> float:
-        return max(self.climb, self.leap)
+        return is_early or largest(inputs) > HUGE or self.culprit.op in LOOPS
 
     @property
     def where(self) -> Mapping[str, Any] | None:
         return self.culprit.place if self.culprit is not None else None
+
+    def with_line(self, found: Diagnosis, *, patchable: bool = True) -> Diagnosis:
+        """Blame the operation, or the patched one whose values it broke on, too."""
+        line, symptom = (self.after, self.culprit) if self.after is not None else (self.culprit, None)
+        return replace(found, culprit=line, symptom=symptom, patchable=patchable)
 
 
 def merge_ranks(observed: Sequence[Observations]) -> Observations:
@@ -202,7 +184,6 @@ def merge_ranks(observed: Sequence[Observations]) -> Observations:
         rows=tuple(sorted({row for one in again for row in one.rows})),
         odd={row: why for one in again for row, why in one.odd.items()},
         others=min((one.others for one in again if one.rows or one.culprit), default=0) if len(places) == 1 else 0,
-        have_passed=all(one.have_passed for one in again if one.rows),
         batch_is_bad=any(one.batch_is_bad for one in again),
         size=max(one.size for one in again),
         failure=failure,
@@ -219,19 +200,6 @@ def climbed(history: Sequence[float]) -> float:
     return abs(history[-1]) / usual if usual > 0 else 1.0
 
 
-Says = Callable[[Observations], Facts]
-
-
-def _says(kind: str, *names: str) -> Says:
-    """Say a fact with the values of these names."""
-
-    def advice(seen: Observations) -> Facts:
-        values = {name: getattr(seen, name) for name in names}
-        return fact(kind, **{name: [*one] if isinstance(one, tuple) else one for name, one in values.items()})
-
-    return advice
-
-
 def on_bad_rows(*odd: Mapping[int, Facts]) -> Diagnosis:
     """Blame rows, given what is wrong with each, as each rank found it. No line of code is to blame for them."""
     reasons = {row: why for some in odd for row, why in some.items()}
@@ -243,213 +211,91 @@ def on_bad_rows(*odd: Mapping[int, Facts]) -> Diagnosis:
     return Diagnosis(Cause.DATA, advice(*rows), rows=rows, reasons={row: advice(row) for row in rows})
 
 
-def _of_line(seen: Observations) -> Facts:
-    """What fails on the values of a patch is not the fault of its own line."""
-    if seen.after is not None:
-        found = fact("follows_patch", where=seen.where, patched=seen.after.place)
+def of_nonfinite(seen: Observations) -> Diagnosis:
+    """Explain a loss, a gradient or a batch that is not finite."""
+    line, rows, where = seen.culprit, [*seen.rows], seen.where
+    if seen.blames_rows:
+        return on_bad_rows(seen.odd)
+    if seen.batch_is_bad and not seen.everywhere:
+        return Diagnosis(Cause.DATA, fact("batch_not_finite", failure=[*seen.failure]))
+    seen_with = fact("seen_with", rows=rows) if rows else ()
+    if seen.was_given:
+        found = Diagnosis(Cause.OPERATION, fact("is_given", where=where) + seen_with, rows=seen.rows)
+        return seen.with_line(found, patchable=False)
+    if seen.leaps or (seen.climbs and (line is None or seen.overflows)):  # the line is where it shows, not the cause
+        return Diagnosis(Cause.EXPLOSION, fact("climbed", times=max(seen.climb, seen.leap), where=where))
+    if seen.is_thrown:
+        return Diagnosis(Cause.EXPLOSION, fact("every_batch_breaks", where=where))
+    if line is None:
+        return _of_unseen(seen)
+    if seen.others and not seen.everywhere and not seen.overflows:
+        return _on_rare_rows(seen, fact("row_breaks", where=where, others=seen.others), on_operation(line))
+    if line.op == "ctc_loss" and seen.blamed and not seen.after and not seen.overflows:
+        return on_bad_rows(dict.fromkeys(seen.blamed, fact("no_loss", where=where)))
+    if seen.after is not None:  # what fails on the values of a patch is not the fault of its own line
+        advice = fact("follows_patch", where=where, patched=seen.after.place)
     else:
-        found = on_overflow(seen.broken) if seen.overflows else on_operation(seen.broken)
-    return found + _seen_with(seen)
+        advice = on_overflow(line) if seen.overflows else on_operation(line)
+    cause = Cause.OVERFLOW if seen.overflows else Cause.OPERATION
+    is_patchable = not seen.overflows or not seen.is_scalar or line.op in PRODUCTS  # of many numbers, a product too
+    found = Diagnosis(cause, advice + seen_with, rows=seen.blamed if seen.is_tried else ())
+    return seen.with_line(found, patchable=is_patchable)
 
 
-def _seen_with(seen: Observations) -> Facts:
-    return fact("seen_with", rows=[*seen.rows]) if seen.rows else ()
+def _of_unseen(seen: Observations) -> Diagnosis:
+    """No operation was seen to break: all that is computed may be finite."""
+    rows = [*seen.rows]
+    if seen.blamed and _BEYOND < seen.size < math.inf:
+        return Diagnosis(Cause.OVERFLOW, fact("gradient_too_large", rows=rows, size=seen.size), rows=seen.rows)
+    if rows and seen.climb >= _CLIMB:
+        return Diagnosis(Cause.UNKNOWN, fact("ordinary_rows", rows=rows), suspects=seen.rows)
+    if rows:  # whatever it is that they do
+        return Diagnosis(Cause.UNKNOWN, fact("rows_fail", rows=rows), rows=seen.rows)
+    return Diagnosis(Cause.UNKNOWN, fact("reproducible", failure=[*seen.failure]))
 
 
-def _always(seen: Observations) -> bool:
-    return True
+def _on_rare_rows(seen: Observations, why: Facts, how: Facts = (), *, patchable: bool = True) -> Diagnosis:
+    """Blame what rows give an operation of data alone: a value in its place would be made up, like data.
+
+    The line may be patched for more rows than the budget allows.
+    """
+    found = on_bad_rows(dict.fromkeys(seen.blamed, why))
+    return seen.with_line(replace(found, advice=found.advice + fact("or_fix_line", how=how)), patchable=patchable)
 
 
-def _nothing(seen: Observations) -> tuple[()]:
-    return ()
+def of_error(seen: Observations) -> Diagnosis:
+    """Explain an exception of user code: in most cases one that other batches at the same weights do not raise."""
+    line, rows, where, error = seen.culprit, [*seen.blamed], seen.where, seen.error
+    has_value = line is not None and (seen.kind == "domain" or family(line.op) in HAVE_VALUES)
+    is_of_nonfinite = line is not None and seen.kind in ("nan", "inf")
+    if seen.blames_rows:
+        return on_bad_rows(seen.odd)
+    if seen.kind == "error" and seen.others and rows:
+        why = fact("row_raises", where=where, error=error, others=seen.others)
+        return _on_rare_rows(seen, why, patchable=has_value)
+    if seen.landed < _FIRST and seen.is_thrown and (has_value or is_of_nonfinite):
+        return Diagnosis(Cause.EXPLOSION, fact("every_batch_breaks", where=where))
+    if line is not None and is_of_nonfinite:
+        return seen.with_line(Diagnosis(Cause.OPERATION, on_operation(line) + fact("then_raised", error=error)))
+    if has_value:
+        return seen.with_line(Diagnosis(Cause.OPERATION, fact("raised", where=where, error=error)))
+    if rows:
+        return Diagnosis(Cause.DATA, fact("rows_raised", rows=rows, error=error), rows=seen.blamed)
+    only_some = seen.is_compared and not seen.everywhere
+    compared = {"everywhere": seen.everywhere, "only_some": only_some, "is_compared": seen.is_compared}
+    return seen.with_line(Diagnosis(Cause.UNKNOWN, fact("batches_raise", error=error, **compared)), patchable=False)
 
 
-_rows = attrgetter("rows")
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """When it applies, it says the cause and what to do."""
-
-    name: str  # `benchmarks/worth.py` leaves it out by that
-    when: Callable[[Observations], object]
-    cause: Cause
-    advice: Says = _nothing
-    bad: Callable[[Observations], Mapping[int, Facts]] | None = None  # rows, and what is wrong with each
-    rows: Callable[[Observations], tuple[int, ...]] = _nothing
-    suspects: Callable[[Observations], tuple[int, ...]] = _nothing
-    names_line: bool = False  # the patched one, if what fails follows from it
-    patchable: Callable[[Observations], object] = _nothing
-
-    def answer(self, seen: Observations) -> Diagnosis:
-        found = on_bad_rows(self.bad(seen)) if self.bad is not None else Diagnosis(self.cause, rows=self.rows(seen))
-        return replace(
-            found,
-            advice=found.advice + self.advice(seen),
-            culprit=(seen.after or seen.culprit) if self.names_line else None,
-            suspects=self.suspects(seen),
-            patchable=bool(self.patchable(seen)),
-            symptom=seen.culprit if self.names_line and seen.after else None,
-        )
-
-
-def _rare(kind: str, *names: str) -> Callable[[Observations], Mapping[int, Facts]]:
-    """What rows give an operation of data alone: a value in its place would be made up, like data."""
-    return lambda seen: dict.fromkeys(seen.blamed, _says(kind, "where", *names)(seen))
-
-
-NOT_FINITE = (
-    Rule("bad_rows", lambda seen: seen.blames_rows, Cause.DATA, bad=lambda seen: seen.odd),
-    Rule(
-        "bad_batch",
-        lambda seen: seen.batch_is_bad and not seen.everywhere,
-        Cause.DATA,
-        _says("batch_not_finite", "failure"),
-    ),
-    Rule(
-        "is_given",
-        lambda seen: seen.was_given,
-        Cause.OPERATION,
-        lambda seen: fact("is_given", where=seen.where) + _seen_with(seen),
-        rows=_rows,
-        names_line=True,
-    ),
-    Rule(  # a line that overflows is where it shows, not the cause
-        "climbed",
-        lambda seen: seen.leaps or (seen.climbs and (seen.culprit is None or seen.overflows)),
-        Cause.EXPLOSION,
-        _says("climbed", "times", "where"),
-    ),
-    Rule("thrown_there", lambda seen: seen.is_thrown, Cause.EXPLOSION, _says("every_batch_breaks", "where")),
-    # No operation was seen to break.
-    Rule(  # all that is computed of them is finite
-        "gradient_too_large",
-        lambda seen: seen.culprit is None and seen.blamed and _BEYOND < seen.size < math.inf,
-        Cause.OVERFLOW,
-        _says("gradient_too_large", "rows", "size"),
-        rows=_rows,
-    ),
-    Rule(
-        "ordinary_rows",
-        lambda seen: seen.culprit is None and seen.rows and seen.climb >= _CLIMB,
-        Cause.UNKNOWN,
-        _says("ordinary_rows", "rows"),
-        suspects=_rows,
-    ),
-    Rule(  # whatever it is that they do
-        "rows_fail",
-        lambda seen: seen.culprit is None and seen.rows,
-        Cause.UNKNOWN,
-        _says("rows_fail", "rows"),
-        rows=_rows,
-    ),
-    Rule("unseen", lambda seen: seen.culprit is None, Cause.UNKNOWN, _says("reproducible", "failure")),
-    # An operation broke.
-    Rule(
-        "overflow",
-        lambda seen: seen.overflows,
-        Cause.OVERFLOW,
-        _of_line,
-        rows=attrgetter("rows_left"),
-        names_line=True,
-        patchable=lambda seen: not seen.is_scalar or seen.broken.op in PRODUCTS,  # of many numbers, a product too
-    ),
-    Rule(
-        "rare_rows",
-        lambda seen: seen.others and not seen.everywhere,
-        Cause.DATA,
-        lambda seen: fact("or_fix_line", how=on_operation(seen.broken)),
-        bad=_rare("row_breaks", "others"),
-        names_line=True,
-        patchable=_always,  # for more rows than the budget allows
-    ),
-    Rule(
-        "no_loss",
-        lambda seen: seen.broken.op == "ctc_loss" and seen.blamed and not seen.after,
-        Cause.DATA,
-        bad=_rare("no_loss"),
-    ),
-    Rule(
-        "operation",
-        _always,
-        Cause.OPERATION,
-        _of_line,
-        rows=attrgetter("rows_left"),
-        names_line=True,
-        patchable=_always,
-    ),
-)
-
-ERRORS = (  # of user code, in most cases ones that other batches at the same weights do not raise
-    NOT_FINITE[0],
-    Rule(
-        "rare_rows",
-        lambda seen: seen.kind == "error" and seen.others and not seen.everywhere,
-        Cause.DATA,
-        _says("or_fix_line"),
-        bad=_rare("row_raises", "error", "others"),
-        names_line=True,
-        patchable=lambda seen: seen.has_value,
-    ),
-    Rule(
-        "thrown_there",
-        lambda seen: seen.landed < _FIRST and seen.is_thrown and (seen.has_value or seen.kind in ("nan", "inf")),
-        Cause.EXPLOSION,
-        _says("every_batch_breaks", "where"),
-    ),
-    Rule(
-        "then_raised",
-        lambda seen: seen.kind in ("nan", "inf"),
-        Cause.OPERATION,
-        lambda seen: on_operation(seen.broken) + fact("then_raised", error=seen.error),
-        names_line=True,
-        patchable=_always,
-    ),
-    Rule(
-        "raised",
-        lambda seen: seen.has_value,
-        Cause.OPERATION,
-        _says("raised", "where", "error"),
-        names_line=True,
-        patchable=_always,
-    ),
-    Rule(
-        "raised_now",
-        lambda seen: seen.culprit and seen.blamed and seen.have_passed,
-        Cause.OPERATION,
-        _says("raised_now", "where", "error", "rows"),
-        rows=_rows,
-        names_line=True,
-    ),
-    Rule("rows_raised", lambda seen: seen.blamed, Cause.DATA, _says("rows_raised", "rows", "error"), rows=_rows),
-    Rule(
-        "batches_raise",
-        _always,
-        Cause.UNKNOWN,
-        _says("batches_raise", "error", "everywhere", "only_some", "is_compared"),
-        names_line=True,
-    ),
-)
-
-SPIKES = (  # of the loss or the gradient norm, which were what is usual before
-    Rule("bad_rows", lambda seen: seen.blamed and seen.odd, Cause.DATA, bad=lambda seen: seen.odd),
-    Rule(  # nothing is odd about them, and the weights may be at fault: none is quarantined
-        "ordinary_rows", lambda seen: seen.blamed, Cause.UNKNOWN, _says("ordinary_rows", "rows"), suspects=_rows
-    ),
-    Rule(
-        "climbed",
-        lambda seen: seen.climbs or (seen.everywhere and seen.leap >= _LEAP),
-        Cause.EXPLOSION,
-        _says("climbed", "times"),
-    ),
-    Rule("other_batches_too", lambda seen: seen.everywhere, Cause.UNKNOWN, _says("other_batches_too")),
-    Rule("this_batch_only", lambda seen: seen.is_compared, Cause.UNKNOWN, _says("this_batch_only")),
-    Rule("not_compared", _always, Cause.UNKNOWN, _says("not_compared")),
-)
-
-
-def rule_for(rules: Sequence[Rule], seen: Observations) -> Rule:
-    return next(rule for rule in rules if rule.when(seen))
+def of_spike(seen: Observations) -> Diagnosis:
+    """Explain a loss or a gradient norm far above what was usual before."""
+    if seen.blamed and seen.odd:
+        return on_bad_rows(seen.odd)
+    if seen.blamed:  # nothing is odd about them, and the weights may be at fault: none is quarantined
+        return Diagnosis(Cause.UNKNOWN, fact("ordinary_rows", rows=[*seen.rows]), suspects=seen.rows)
+    if seen.climbs or (seen.everywhere and seen.leap >= _LEAP):
+        return Diagnosis(Cause.EXPLOSION, fact("climbed", times=max(seen.climb, seen.leap)))
+    alike = "other_batches_too" if seen.everywhere else "this_batch_only" if seen.is_compared else "not_compared"
+    return Diagnosis(Cause.UNKNOWN, fact(alike))
 
 
 TRANSIENT = Diagnosis(Cause.TRANSIENT, fact("passed_on_replay"))
