@@ -23,7 +23,6 @@ from resilient_train.ground.wording import log
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
 _COARSE = {torch.float16, torch.bfloat16}  # they round so roughly that sums are lost in them
-_DIGEST_COLUMNS, _DIGEST_ROWS = 1024, 8  # a tensor of more rows than that is first added up along its columns
 _DIGEST_FACTOR = -7046029254386353131  # 0x9E3779B97F4A7C15: odd, and its multiples are spread well
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
 
@@ -64,11 +63,6 @@ def largest(parts: list[Tensor]) -> Sequence[Tensor]:
 def lengths(parts: list[Tensor]) -> Sequence[Tensor]:
     """The L2 norm of each, which overflows on large finite values."""
     return torch._foreach_norm(parts, 2, dtype=torch.float32 if parts[0].dtype in _COARSE else None)
-
-
-def sums(parts: list[Tensor]) -> Sequence[Tensor]:
-    """The sum of the absolute values of each."""
-    return torch._foreach_norm(parts, 1, dtype=torch.float32 if parts[0].dtype in _COARSE else None)
 
 
 def depths(parts: list[Tensor]) -> Sequence[Tensor]:
@@ -150,8 +144,9 @@ class Layout:
             for weight in group["params"]:
                 state = optimizer.state.get(weight, {})
                 for key, value in state.items():
-                    rule = "" if is_own else SQUARES.get(key, "")
-                    yield Watched("optimizer", f"{key} of {names[weight]}", number, rule=rule, is_free=is_own), value
+                    is_square = key in SQUARES and not is_own
+                    name = f"{key} of {names[weight]}"
+                    yield Watched("optimizer", name, number, is_square=is_square, is_free=is_own), value
 
 
 def _is_measured(tensor: Tensor) -> bool:
@@ -174,24 +169,13 @@ def _plain(name: str) -> str:
 
 
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return one 64-bit integer on `device`, which differs if a bit of the tensors does.
-
-    Sums of integers neither round nor depend on an order, and each place has an odd factor of its own: no single change
-    is lost, and two are only if they cancel in the same one of many columns.
+    """Return one 64-bit integer on `device`, which differs if a bit of the tensors does: a sum of the bits of each
+    tensor as integers, which neither round nor depend on an order, and of these with odd factors.
     """
-    by_type: dict[torch.dtype, list[Tensor]] = {}
+    sums = []
     for tensor in tensors:
-        real = _here(tensor.detach())
-        whole = _WHOLE[real.element_size()]
-        bits = real.view(whole).flatten()  # a copy only if it is not contiguous
-        rows = len(bits) // _DIGEST_COLUMNS
-        parts = [bits]
-        if rows >= _DIGEST_ROWS:
-            inside = rows * _DIGEST_COLUMNS
-            parts = [bits[:inside].view(rows, _DIGEST_COLUMNS).sum(0, dtype=whole), bits[inside:]]
-        by_type.setdefault(whole, []).extend(part.to(device, non_blocking=True) for part in parts)
-    if not by_type:
-        return torch.zeros((), dtype=torch.int64, device=device)
-    row = torch.cat([torch.cat(some).long() for some in by_type.values()])
-    factors = torch.arange(1, 2 * len(row), 2, device=device).mul_(_DIGEST_FACTOR)  # odd times odd
-    return (row * factors).sum()
+        bits = _here(tensor.detach())
+        bits = bits.view(_WHOLE[bits.element_size()])
+        sums.append(bits.sum(dtype=torch.int64).to(device, non_blocking=True))
+    row = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
+    return (row * torch.arange(1, 2 * len(row), 2, device=device).mul_(_DIGEST_FACTOR)).sum()  # odd times odd
