@@ -103,9 +103,6 @@ class UpdateHistory:
         before = [one for one in self._known if one.step <= since and one.accepted]
         return after[-FEW:], before[-FEW:]
 
-    def next_after(self, step: int) -> PastUpdate | None:
-        return next((one for one in self._known if one.step == step + 1 and one.accepted), None)
-
     def recent(self) -> list[PastUpdate]:
         return self._known[-_RECENT_STEPS:]
 

@@ -121,7 +121,7 @@ def test_updates_are_known_further_back_than_snapshots_reach() -> None:
     """A rewind may go thousands of steps back; checkpoints hold fewer."""
     run = Run()
     assert run.alarms((3.0 + 0.01 * (index % 7), 1.0) for index in range(9_000)) == []
-    assert run.checks.loss_at(10) is not None
+    assert run.checks.level_at(10) is not None
     assert len(run.checks.persistent_state()["path"]) == 2048
 
 

@@ -33,14 +33,13 @@ from resilient_train.extensions.trials.arithmetic import (
     Arm,
     NoProgress,
     NoProgressConfig,
+    beats,
     best_arm,
     cost_of,
-    fastest,
-    holds,
     is_ahead,
+    is_lower,
+    is_near,
     learns,
-    may_win,
-    on_its_way,
     table,
 )
 from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line, unusable
@@ -62,11 +61,9 @@ from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_out_of_memory
 
 _TRIABLE = ("tighten_clip", "limit_update", "raise_eps")  # not lower_lr, which nearly always looks better for a while
-_FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
 _LONGEST_RACE = 48  # updates of an arm in a short run
 _USUAL_INTERVAL = 25  # updates between two snapshots
 _STRONG_DECAY = 0.25  # which may take the weights away before they learn: with usual ones they learn faster
-_VANISHED = 0.5  # of the norm of the weights: in healthy runs it grows
 
 
 class TrialStopped(Exception):
@@ -74,12 +71,11 @@ class TrialStopped(Exception):
 
 
 class Faster(NamedTuple):
-    """A lower rate that overtook the run, or a lower decay where the weights vanish."""
+    """A lower rate, or a lower weight decay, that overtook the run."""
 
     since: int  # the step from which it did
     cut: Action
-    tried: tuple[Tried, ...] = ()
-    left: float = 1.0  # of the norm of the weights
+    tried: tuple[Tried, ...]
 
 
 def _arms(key: str, nodes: Any) -> tuple[tuple[Action, ...], ...]:
@@ -140,10 +136,16 @@ class Trials(Extension):
         return {"trial_updates": self.left()}
 
     def apply_best(self, arms: Sequence[Sequence[Action]], steps: int) -> None:
-        """Make `steps` updates with each of several remedies, on the same samples, and apply those that did best."""
-        controls, each = self._parts.controls, self._parts.samples.slicing.samples
-        start, stop = controls.suspects
-        best, tried = self.best_of(arms, steps, max(stop - start, 0) + steps * each)
+        """Make `steps` updates with each of several remedies, on the same samples, and apply those that did best, the
+        first ones without a trial.
+        """
+        controls, (start, stop) = self._parts.controls, self._parts.controls.suspects
+        best, tried = arms[0], tuple[Tried, ...]()
+        with suppress(TrialStopped), self._trial():
+            before = self._begin(max(stop - start, 0) + steps * self._parts.samples.slicing.samples)
+            results = [self._run(arm, steps).risen_from(before) for arm in arms]
+            place = best_arm(results)
+            best, tried = arms[place], table(results, results[place])
         incident = controls.incident
         decision = replace(incident.decision, actions=(*incident.decision.actions, *best))
         controls.incident = replace(incident, decision=decision, tried=tried or incident.tried)
@@ -164,97 +166,59 @@ class Trials(Extension):
         known = state or {"updates": 0, "in_vain": False}
         self.updates, self.raced_in_vain = int(known["updates"]), bool(known["in_vain"])
 
-    def best_of(
-        self, arms: Sequence[Sequence[Action]], steps: int, passed: int
-    ) -> tuple[Sequence[Action], tuple[Tried, ...]]:
-        """Make `steps` updates with each arm, judged on what follows the next `passed` samples; return the best, and
-        how all went. Without a trial that is the first.
-        """
-        with suppress(TrialStopped), self._trial():
-            self._fetch_judged(passed)
-            before, again = self._run((), 0), self._run((), 0)
-            if not before.equals(again):
-                log.debug("nothing is tried: the losses of later updates cannot be reproduced")
-                raise TrialStopped
-            results = [self._run(arm, steps).risen_from(before) for arm in arms]
-            best = best_arm(results)
-            return arms[best], table(results, best)
-        return arms[0], ()
-
     def race(self) -> Faster | None:
         """Try lower rates from the oldest verified state: does one overtake the run, with half its updates or fewer?
 
         Cut at the present state, a rate looks better for a while even where it was right; in this comparison it looks
-        worse. The winner also has to beat the present rate from that state: some losses grow with training, whatever
-        the rate. If it does not by more than age explains, it is made as old as the run, and has to be far below it.
+        worse. It also has to beat the present rate from that state, as some losses grow with training, whatever the
+        rate. If none does, the one that came nearest is made as old as the run, and has to be far below it.
         """
         parts, step, first = self._parts, self._parts.clock.step, self.no_progress.first
         left, verified = self.left(in_vain=self.raced_in_vain), parts.ring.verified_until(step)
         steps = min(step // 2, max(_LONGEST_RACE, left // 6))  # in a long run all rates may be tried for longer
-        if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(1, JUDGED):
+        if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(0, 2 * JUDGED):
             return None
-        since, made = verified[-1], parts.updates.next_after(verified[-1].step)
-        decays = [float(group.get("weight_decay") or 0.0) for group in parts.updater.groups()]
-        left_of_weights = shrunk_since(parts.ring, since, parts.world.least) if max(decays) >= _STRONG_DECAY else 1.0
-        if left_of_weights < _VANISHED:
-            return Faster(since.step, Action("lower_decay", {"factor": 0.0}), left=left_of_weights)
-        recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
-        if recorded is None:
-            return None
+        since = verified[-1]
+        highest, *rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in parts.policy.rates]
+        cuts = [highest]
+        if max(float(group.get("weight_decay") or 0.0) for group in parts.updater.groups()) >= _STRONG_DECAY:
+            cuts.append(Action("lower_decay", {"factor": 0.0}))
         with suppress(TrialStopped), self._trial(lifts_limits=True):
-            if not self._reproduces(recorded, since):
+            now, arms, control = self._begin(), list[Arm](), None
+
+            def add_arms(cuts: Sequence[Action]) -> None:
+                for cut in cuts:
+                    if left - self._cost >= 2 * cost_of(steps, JUDGED):  # one more for the control
+                        arms.append(self._run((cut,), steps, since))
+
+            is_thrown = now.loss - first > 2 * abs(first)  # then any rate that is low enough does better
+            add_arms([*cuts, *rates] if is_thrown else cuts)
+            if any(is_lower(arm, now) for arm in arms):
+                control = self._run((), steps, since)
+                if not is_thrown and any(beats(arm, control, now, first) for arm in arms):
+                    add_arms(rates)
+            winners = [arm for arm in arms if control is not None and beats(arm, control, now, first)]
+            nearest = min(arms, key=lambda arm: arm.loss)
+            longer = min(step - since.step, left - self._cost - cost_of(0, JUDGED))
+            if not winners and longer > steps and is_near(nearest, now, first):
+                grown = self._run(nearest.actions, longer, since)
+                arms[arms.index(nearest)] = grown
+                winners = [grown] if is_ahead(grown, now, first) else []
+            if winners:
+                winners.sort(key=lambda arm: -arm.cut)
+                won = winners[best_arm(winners)]
+                shown = [now, *arms] if control is None else [now, *arms, replace(control, actions=(Action("rewind"),))]
+                return Faster(since.step, won.actions[0], table(shown, won))
+            # Arms that were as short as the run is young have not shown all: look again later.
+            if steps >= _LONGEST_RACE or learns(now, first):
+                self.raced_in_vain = True
                 log.debug(
-                    "no lower rates are tried: the loss of update %d cannot be reproduced: the data or the program "
-                    "changes with each call (does __getitem__ change rows in place?)",
-                    since.step + 1,
+                    "%s; lower rates were tried, and the current one is fine: x%.3g came to %.4g, where the run is at "
+                    "%.4g; that took %s, not part of the run's",
+                    *(say(self.no_progress.evidence), nearest.cut, nearest.loss, now.loss),
+                    counted(self._cost, "update"),
                 )
-                self.no_progress.stop()
-                return None
-            self._fetch_judged()
-
-            def is_left(updates: int, arms: int = 1) -> bool:
-                return left - self._cost >= arms * cost_of(updates, JUDGED)
-
-            arms = [now := self._run((), 0)]
-            rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in self._parts.policy.rates]
-            while rates and not fastest(arms) and is_left(steps, 2) and may_win(arms, first):
-                arms.append(self._run((rates.pop(0),), steps, since))
-            slow, longer = on_its_way(arms, first), min(step // 2, 2 * steps)
-            if not fastest(arms) and slow and longer > steps and is_left(longer, 2):
-                steps = longer
-                arms[slow] = self._run(arms[slow].actions, steps, since)
-            if not (best := fastest(arms)):
-                # Arms that were as short as the run is young have not shown all: look again later.
-                if steps >= _LONGEST_RACE or (learns(now, first) and not slow):
-                    self._end_in_vain(arms)
-                return None
-            control_arm = self._run((), steps, since)
-            if is_held := holds(arms[best], control_arm, now, first):
-                while rates and is_left(steps):
-                    arms.append(self._run((rates.pop(0),), steps, since))
-                refined = fastest(arms)
-                best = refined if holds(arms[refined], control_arm, now, first) else best
-            elif is_left(age := step - since.step):
-                # The run has risen since it was as old as that: does the lower rate, when it is as old as the run?
-                arms[best] = self._run(arms[best].actions, age, since)
-                is_held = is_ahead(arms[best], now, first)
-            if not is_held:
-                self._end_in_vain(arms)
-                return None
-            arms.append(replace(control_arm, actions=(Action("rewind"),)))
-            return Faster(since.step, arms[best].actions[0], table(arms, best))
-        return None  # it was stopped
-
-    def _end_in_vain(self, arms: Sequence[Arm]) -> None:
-        """Note that no lower rate did better; the first of the arms is the run as it is."""
-        self.raced_in_vain = True
-        lowest = min(arms[1:], key=lambda arm: arm.loss)
-        log.debug(
-            "%s; lower rates were tried, and the current one is fine: x%.3g came to %.4g, where the run is at %.4g; "
-            "that took %s, not part of the run's",
-            *(say(self.no_progress.evidence), lowest.cut, lowest.loss, arms[0].loss),
-            counted(self._cost, "update"),
-        )
+        return None  # it was stopped, or in vain
 
     @contextmanager
     def _trial(self, *, lifts_limits: bool = False) -> Iterator[None]:
@@ -285,23 +249,14 @@ class Trials(Extension):
     def _cost(self) -> int:
         return cost_of(self._made, self._forwards)
 
-    def _reproduces(self, loss: float, since: Snapshot) -> bool:
-        """Say whether the update after a snapshot has its `loss` again: else the program keeps state of its own."""
-        parts = self._parts
-        self._go_back(since)
-        try:
-            again = self._computed(self._parts.marks.take())
-        except Exception as error:
-            if isinstance(error, TrainError) or parts.world.size > 1:
-                raise
-            return False
-        finally:
-            parts.updater.drop_gradients()
-            self._made += 1
-            self._go_back()
-        if parts.world.size == 1:
-            return float(again) == loss
-        return math.isclose(float(parts.world.mean(again)), loss, rel_tol=1e-6)  # summed up in another order
+    def _begin(self, passed: int = 0) -> Arm:
+        """Fetch what all arms are judged on, `passed` samples on; return how the run as it is does there."""
+        self._fetch_judged(passed)
+        now = self._run((), 0)
+        if not now.equals(self._run((), 0)):
+            log.debug("no trial: the losses of later updates cannot be reproduced: the program keeps state of its own")
+            raise TrialStopped
+        return now
 
     def _run(self, actions: Sequence[Action], steps: int, since: Snapshot | None = None) -> Arm:
         """Make `steps` updates with some remedies, from the state at hand, or from that of a snapshot."""
@@ -356,7 +311,7 @@ class Trials(Extension):
                 try:
                     loss, _ = run.backend.compute(run.world.on_device(batch))
                 except Exception as error:
-                    if run.world.size == 1 or is_out_of_memory(error):
+                    if is_out_of_memory(error):
                         raise
                     instead = next(filter(None, (one.loss_instead(error, [begun]) for one in run.on_error)), None)
                     if not isinstance(instead, tuple):
@@ -397,7 +352,7 @@ class Trials(Extension):
         is_sharded = parts.state.is_sharded  # before a forward, which may leave no weight sharded
         assert made_by.objective is not None
         for start, batches in self._judged.items():
-            made, trouble = [], 0
+            made, has_ended = [], parts.stop()
             try:
                 parts.seeds.for_update(start)
                 for batch in batches:
@@ -410,13 +365,13 @@ class Trials(Extension):
             except Exception as error:
                 if parts.world.size == 1 or is_sharded:  # there other ranks are inside of this forward
                     raise
-                trouble = _ENDS if is_out_of_memory(error) else _FAILED
+                has_ended = True
                 log.debug("an arm of a trial failed: %s", in_one_line(error))
             self._forwards += 1
             parts.beat()
-            if (agreed := -parts.world.least(-float(_ENDS if self._parts.stop() else trouble))) >= _ENDS:
+            if parts.world.least(-float(has_ended)) < 0:
                 raise TrialStopped
-            losses.append(torch.full((), math.inf, device=parts.world.device) if agreed else mean(made))
+            losses.append(mean(made))
         return tuple(parts.world.mean(torch.stack(losses)).tolist())
 
 
@@ -448,11 +403,11 @@ class RateSearch(Hook):
         run.checks.require_recovery(step, step)
         if run.checks.episode.is_open:
             run.ring.keep_reference(step)
-        fell = fact("weights_fell", share=found.left) if found.left < 1 else ()
-        anomaly = Anomaly(Signal.NO_PROGRESS, step, run.clock.tick, found.since, check.evidence + fell)
+        anomaly = Anomaly(Signal.NO_PROGRESS, step, run.clock.tick, found.since, check.evidence)
         run.keeper.distrust(found.since)
         decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
-        diagnosis = by_signal(anomaly) if found.left == 1 else Diagnosis(Cause.OPTIMIZER, fact("decays_fast"))
+        is_rate = found.cut.remedy == "lower_lr"
+        diagnosis = by_signal(anomaly) if is_rate else Diagnosis(Cause.OPTIMIZER, fact("decays_fast"))
         incident = replace(log.open(anomaly, diagnosis, decision), tried=found.tried)
         run.recovery.carry_out(incident, (0, 0), started)
 
@@ -476,15 +431,3 @@ def travelled(ring: Ring, agree: Callable[[float], float]) -> float:
         norm += _square(now)
     share = _USUAL_INTERVAL / (ring.snapshots[-1].step - ring.snapshots[-2].step)
     return agree((share * moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
-
-
-def shrunk_since(ring: Ring, since: Snapshot, agree: Callable[[float], float]) -> float:
-    """Return the norm of the matrices as a share of that in an older snapshot: the most of all ranks."""
-    ring.copier.wait()
-    older, now, was = since.parts["weights"], 0.0, 0.0
-    for name, weight in ring.snapshots[-1].parts["weights"].items():
-        is_matrix = len(weight.shape) > 1 and weight.dtype.is_floating_point  # those of norms begin at 1
-        if name in older and is_matrix:
-            now += _square(local_part(weight))
-            was += _square(local_part(older[name]))
-    return -agree(-((now / was) ** 0.5) if was else 0.0) or 1.0  # 0: no part of any
