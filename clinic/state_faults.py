@@ -164,7 +164,7 @@ class Lion(Optimizer):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+                mean = self.state[weight].setdefault("sum", torch.zeros_like(weight))  # torch's own are never negative
                 weight.mul_(1 - group["lr"] * group["decay"])
                 weight.sub_(group["lr"] * (0.9 * mean + 0.1 * weight.grad).sign())
                 mean.lerp_(weight.grad, 0.01)

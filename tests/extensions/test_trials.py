@@ -8,7 +8,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from group import agreed, alone
 from guarded import trained as train
 from kills import incidents, summary
 from panels import Panel
-from stories import incident as any_incident
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -39,7 +38,7 @@ from resilient_train.extensions.trials.arithmetic import (
     is_ahead,
 )
 from resilient_train.ground.reader import DiskConfig
-from resilient_train.ground.types import Action, Signal, Tried, Vitals
+from resilient_train.ground.types import Action, Vitals
 from resilient_train.ground.wording import describe
 from resilient_train.loop.arguments import named as checks_named
 from resilient_train.loop.guard import Guard
@@ -195,19 +194,6 @@ def language(lr: float, steps: int = 150, recovery: Any = "balanced", optimizer:
     return guard_of(model, optimizer, steps=steps, recovery=recovery, **given)
 
 
-def test_what_is_said_of_a_race_names_the_rate_that_was_there() -> None:
-    """It was tried as it is, and from where the lower rates began."""
-    arms = tuple(Tried(one, 0, loss, loss == 1.9) for one, loss in (((), 2.2), (cut(0.3), 1.9), (cut(0.1), 1.8)))
-    raced = any_incident(1, tried=(*arms, Tried((Action("rewind"),), 0, 2.1)), rewound_to=0)
-    raced = replace(raced, anomaly=replace(raced.anomaly, signal=Signal.NO_PROGRESS))
-    assert [line.strip() for line in describe(raced).splitlines() if "later loss" in line] == [
-        "as it is: later loss 2.2, 0 updates refused",
-        "learning rate x0.3: later loss 1.9, 0 updates refused, chosen",
-        "learning rate x0.1: later loss 1.8, 0 updates refused",
-        "as it is, from step 0: later loss 2.1, 0 updates refused",
-    ]
-
-
 def final(guard: Guard) -> float:
     assert guard.recent_loss is not None
     return guard.recent_loss
@@ -226,24 +212,25 @@ def test_a_rate_that_was_quietly_too_high_is_found_and_lowered(tmp_path: Path) -
     assert [one.won for one in incident.tried].count(True) == 1
     assert from_line(as_line(incident)).tried == incident.tried
     assert incidents(tmp_path / "run")[0]["tried"][0]["do"] == []  # as it is
+    said = [line.strip() for line in describe(incident).splitlines() if "later loss" in line]
+    assert said[0].startswith("as it is: later loss")
+    assert said[-1].startswith("as it is, from step 0: later loss")
+    assert [line.startswith("learning rate x") for line in said if line.endswith(", chosen")] == [True]
     written = summary(tmp_path / "run")
     assert 0 < written["trial_updates"] <= 200
     assert written["ticks"] == guard.clock.tick  # updates of a trial are no ticks
     assert guard.clock.tick < 150 + incident.anomaly.step + 5
 
 
-@pytest.mark.parametrize(("decay", "is_found"), [(1.0, True), (0.001, False)])
-def test_a_decay_that_takes_the_weights_away_is_taken_back(decay: float, is_found: bool) -> None:
+def test_a_decay_that_takes_the_weights_away_is_taken_back() -> None:
     """Adam divides it by its own size, and nothing learns."""
-    adam = partial(torch.optim.Adam, lr=0.02, weight_decay=decay)
+    adam = partial(torch.optim.Adam, lr=0.02, weight_decay=1.0)
     guard = train(language(0.02, optimizer=adam))
     mended = final(train(language(0.02, optimizer=partial(adam, weight_decay=0.0))))
-    remedies = [action.remedy for one in guard.incidents for action in one.decision.actions]
-    assert remedies == ["rewind", "lower_decay"] * is_found
     assert final(guard) < 1.05 * mended
-    if is_found:
-        [incident] = guard.incidents
-        assert (incident.anomaly.signal, incident.diagnosis.cause) == ("no_progress", "optimizer")
+    [incident] = guard.incidents
+    assert [action.remedy for action in incident.decision.actions] == ["rewind", "lower_decay"]
+    assert (incident.anomaly.signal, incident.diagnosis.cause) == ("no_progress", "optimizer")
 
 
 def test_a_loss_that_has_fallen_and_stands_is_looked_at_where_the_weights_settle_nowhere() -> None:
@@ -265,7 +252,7 @@ def noise(rows: int) -> TensorDataset:
     return TensorDataset(torch.randn(rows, WIDTH, generator=numbers), torch.randn(rows, 1, generator=numbers))
 
 
-def regression(recovery: Any, rates: Sequence[float] | None = None, **more: Any) -> Guard:
+def regression(recovery: Any, **more: Any) -> Guard:
     """Noise that nothing explains: the loss stands from the first updates on. BatchNorm and dropout."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
@@ -353,31 +340,27 @@ def test_a_trial_that_finds_nothing_leaves_no_trace(caplog: pytest.LogCaptureFix
     assert not any("tried" in one.getMessage() for one in caplog.records if one.levelno > logging.DEBUG)
 
 
-def queue() -> Callable[[Any, Any], Tensor]:
-    """The loss depends on the batch before."""
-    earlier: list[Tensor] = []
-
-    def objective(model: Any, batch: Any) -> Tensor:
-        loss = F.mse_loss(model(batch[0]), batch[1] + (0.1 * earlier[-1] if earlier else 0.0))
-        earlier.append(batch[1].mean())
-        return loss
-
-    return objective
-
-
 def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogCaptureFixture) -> None:
     """A forward that is repeated has another loss: a trial would change that state."""
     caplog.set_level(logging.DEBUG, "resilient_train")
-    guard = train(regression(WITH, objective=queue()))
+    earlier = [torch.zeros(())]
+
+    def objective(model: Any, batch: Any) -> Tensor:
+        """The loss depends on the batch before."""
+        loss = F.mse_loss(model(batch[0]), batch[1] + 0.1 * earlier[-1])
+        earlier.append(batch[1].mean())
+        return loss
+
+    guard = train(regression(WITH, objective=objective))
     assert "no trial: the losses of later updates cannot be reproduced" in caplog.text
     assert guard._controls.extension(Trials).updates == 2 * 11  # 16 losses twice, at steps 65 and 129
     assert not guard.incidents
 
 
 def test_a_short_run_that_learns_nothing_looks_for_a_lower_rate_twice() -> None:
-    """It costs 44 updates at step 65, too early to tell, and 60 at step 129. Then no more; a resume knows that."""
+    """It costs 48 updates at step 65, too early to tell, and 64 at step 129. Then no more; a resume knows that."""
     guard = train(regression(WITH))
-    assert guard._controls.extension(Trials).updates == 44 + 60
+    assert guard._controls.extension(Trials).updates == 48 + 64
     resumed = regression(WITH)
     resumed._controls.effects.load_state_dict(guard._controls.effects.state_dict())
     assert resumed._controls.extension(Trials).raced_in_vain

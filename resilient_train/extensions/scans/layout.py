@@ -18,9 +18,7 @@ from torch.optim import Optimizer
 from resilient_train.core.tree import Tree, is_sharded, local_part
 from resilient_train.data.trees import sorted_leaves
 from resilient_train.extensions.scans.weights import KEPT, SQUARES, Watched
-from resilient_train.ground.wording import log
 
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
 _COARSE = {torch.float16, torch.bfloat16}  # they round so roughly that sums are lost in them
 _DIGEST_FACTOR = -7046029254386353131  # 0x9E3779B97F4A7C15: odd, and its multiples are spread well
@@ -77,7 +75,6 @@ class Layout:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model, self.optimizers = model, list(optimizers)
-        self.skipped: set[str] = set()
         weights = [*model.parameters(), *(weight for group in self.groups() for weight in group["params"])]
         self.device = weights[0].device if weights else torch.device("cpu")
         self.is_whole = not any(map(is_sharded, weights))
@@ -98,7 +95,7 @@ class Layout:
         if "weights" in scans:
             found += self._weights(names)
             for name, one in self.model.named_buffers():
-                found.append((Watched("weights", f"buffer {_plain(name)}", is_free=True), one))
+                found.append((Watched("weights", f"buffer {name}", is_free=True), one))
             found += self._kept(kept, has_ranks=has_ranks)
         if "optimizer" in scans:
             found += self._moments(names)
@@ -107,16 +104,11 @@ class Layout:
                 if isinstance(module, _BatchNorm) and module.track_running_stats:
                     mean, var = cast(Tensor, module.running_mean), cast(Tensor, module.running_var)
                     sizes = torch.cat([mean, var.abs().sqrt()])  # no squares, which overflow
-                    found.append((Watched("norms", _plain(name), is_free=True), sizes))
-        tensors = [(one, tensor) for one, tensor in found if isinstance(tensor, Tensor)]
-        skipped = {one.name for one, tensor in tensors if _is_number(tensor) and not _is_measured(tensor)}
-        if new := sorted(skipped - self.skipped):
-            self.skipped |= skipped
-            log.info("note: not scanned, being sparse or of a type without norms: %s", ", ".join(new))
-        return [(one, tensor) for one, tensor in tensors if _is_measured(tensor)]
+                    found.append((Watched("norms", name, is_free=True), sizes))
+        return [(one, tensor) for one, tensor in found if _is_measured(tensor)]
 
     def _names(self) -> dict[Tensor, str]:
-        names: dict[Tensor, str] = {weight: _plain(name) for name, weight in self.model.named_parameters()}
+        names: dict[Tensor, str] = {weight: name for name, weight in self.model.named_parameters()}
         for number, group in enumerate(self.groups()):  # weights that the model does not have
             for place, weight in enumerate(group["params"]):
                 names.setdefault(weight, f"weight {place} of parameter group {number}")
@@ -128,7 +120,7 @@ class Layout:
             yield Watched("weights", name, owner.get(weight), is_weight=True, is_free=weight not in owner), weight
 
     def _kept(self, states: Mapping[str, Tree], *, has_ranks: bool) -> Iterator[tuple[Watched, Any]]:
-        leaves = [(path, one) for path, one in sorted_leaves(states) if isinstance(one, Tensor) and _is_measured(one)]
+        leaves = [(path, one) for path, one in sorted_leaves(states) if _is_measured(one)]
         if not has_ranks:
             for path, one in leaves:
                 yield Watched("weights", path.removeprefix("/"), is_free=True), one
@@ -149,23 +141,16 @@ class Layout:
                     yield Watched("optimizer", name, number, is_square=is_square, is_free=is_own), value
 
 
-def _is_measured(tensor: Tensor) -> bool:
-    """Whether it is dense data of a type that has norms."""
-    is_dense = not (is_lazy(tensor) or tensor.is_meta) and tensor.layout == torch.strided
-    return is_dense and tensor.dtype in _MEASURED
-
-
-def _is_number(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _is_measured(value: Any) -> bool:
+    """Whether it is a dense tensor of a type that has norms."""
+    if not isinstance(value, Tensor) or is_lazy(value) or value.is_meta:
+        return False
+    return value.layout == torch.strided and value.dtype in _MEASURED
 
 
 def kind_of(optimizer: Optimizer) -> str:
     own = type(optimizer)
     return own.__name__ if own.__module__.startswith("torch.optim.") else ""
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

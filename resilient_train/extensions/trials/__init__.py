@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -64,18 +64,11 @@ _TRIABLE = ("tighten_clip", "limit_update", "raise_eps")  # not lower_lr, which 
 _LONGEST_RACE = 48  # updates of an arm in a short run
 _USUAL_INTERVAL = 25  # updates between two snapshots
 _STRONG_DECAY = 0.25  # which may take the weights away before they learn: with usual ones they learn faster
+_VANISHED = 0.5  # of the norm of the weights: in healthy runs it grows
 
 
 class TrialStopped(Exception):
     """A trial cannot take place, or not be completed: then nothing has happened."""
-
-
-class Faster(NamedTuple):
-    """A lower rate, or a lower weight decay, that overtook the run."""
-
-    since: int  # the step from which it did
-    cut: Action
-    tried: tuple[Tried, ...]
 
 
 def _arms(key: str, nodes: Any) -> tuple[tuple[Action, ...], ...]:
@@ -110,7 +103,7 @@ class Trial(Remedy):
         run.extension(Trials).apply_best(self.of, self.steps)
 
 
-class Trials(Extension):
+class Trials(Extension, Hook):
     """Tries remedies in a run whose updates can be made without its loop. All arms are judged on the same later
     samples, on which none of them was trained.
     """
@@ -130,7 +123,36 @@ class Trials(Extension):
         self._is_possible = run.backend.objective is not None and run.samples.rows > 0 and not run.samples.is_fed
         run.effects.append(Effect("trials", self.state_dict, self.load_state_dict))
         if self._is_possible and run.policy.rates and not run.policy.observe:
-            run.hooks.insert(0, RateSearch(run, self, self.no_progress))
+            run.hooks.insert(0, self)
+
+    def before_update(self) -> None:
+        """Look where the loss stands, and go on with a lower rate from where it does better. Not while an incident is
+        open, nor around a declared change.
+        """
+        run, check = self._parts, self.no_progress
+        step, checks, started, before = run.clock.step, run.checks, time.perf_counter(), self.updates
+        if checks.episode.is_open or step in checks.declared:
+            return
+        if not check.asks(step, lambda: travelled(run.ring, run.world.least)) or not run.settle():
+            return
+        found = self._race()
+        was_tried = self.updates > before
+        check.tried(step, is_tried=was_tried or found is not None)
+        if found is None:
+            if was_tried:
+                run.controls.note()
+            return
+        since, cut, tried = found
+        checks.require_recovery(step, step)
+        if checks.episode.is_open:
+            run.ring.keep_reference(step)
+        anomaly = Anomaly(Signal.NO_PROGRESS, step, run.clock.tick, since, check.evidence)
+        run.keeper.distrust(since)
+        decision = Decision((Action("rewind"), cut), rung=OUTSIDE)
+        is_rate = cut.remedy == "lower_lr"
+        diagnosis = by_signal(anomaly) if is_rate else Diagnosis(Cause.OPTIMIZER, fact("decays_fast"))
+        incident = replace(run.incident_log.open(anomaly, diagnosis, decision), tried=tried)
+        run.recovery.carry_out(incident, (0, 0), started)
 
     def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
         return {"trial_updates": self.left()}
@@ -166,12 +188,13 @@ class Trials(Extension):
         known = state or {"updates": 0, "in_vain": False}
         self.updates, self.raced_in_vain = int(known["updates"]), bool(known["in_vain"])
 
-    def race(self) -> Faster | None:
+    def _race(self) -> tuple[int, Action, tuple[Tried, ...]] | None:
         """Try lower rates from the oldest verified state: does one overtake the run, with half its updates or fewer?
 
         Cut at the present state, a rate looks better for a while even where it was right; in this comparison it looks
         worse. It also has to beat the present rate from that state, as some losses grow with training, whatever the
-        rate. If none does, the one that came nearest is made as old as the run, and has to be far below it.
+        rate. If none does, the one that came nearest is made as old as the run, and has to be far below it. Returns the
+        step, what was changed there, and how all went.
         """
         parts, step, first = self._parts, self._parts.clock.step, self.no_progress.first
         left, verified = self.left(in_vain=self.raced_in_vain), parts.ring.verified_until(step)
@@ -179,24 +202,24 @@ class Trials(Extension):
         if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(0, 2 * JUDGED):
             return None
         since = verified[-1]
+        decay = max(float(group.get("weight_decay") or 0.0) for group in parts.updater.groups())
+        if decay >= _STRONG_DECAY and shrunk_since(parts.ring, since, parts.world.least) < _VANISHED:
+            return since.step, Action("lower_decay", {"factor": 0.0}), ()
         highest, *rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in parts.policy.rates]
-        cuts = [highest]
-        if max(float(group.get("weight_decay") or 0.0) for group in parts.updater.groups()) >= _STRONG_DECAY:
-            cuts.append(Action("lower_decay", {"factor": 0.0}))
         with suppress(TrialStopped), self._trial(lifts_limits=True):
             now, arms, control = self._begin(), list[Arm](), None
 
-            def add_arms(cuts: Sequence[Action]) -> None:
+            def add_arms(*cuts: Action) -> None:
                 for cut in cuts:
                     if left - self._cost >= 2 * cost_of(steps, JUDGED):  # one more for the control
                         arms.append(self._run((cut,), steps, since))
 
             is_thrown = now.loss - first > 2 * abs(first)  # then any rate that is low enough does better
-            add_arms([*cuts, *rates] if is_thrown else cuts)
+            add_arms(highest, *(rates if is_thrown else ()))
             if any(is_lower(arm, now) for arm in arms):
                 control = self._run((), steps, since)
                 if not is_thrown and any(beats(arm, control, now, first) for arm in arms):
-                    add_arms(rates)
+                    add_arms(*rates)
             winners = [arm for arm in arms if control is not None and beats(arm, control, now, first)]
             nearest = min(arms, key=lambda arm: arm.loss)
             longer = min(step - since.step, left - self._cost - cost_of(0, JUDGED))
@@ -208,7 +231,7 @@ class Trials(Extension):
                 winners.sort(key=lambda arm: -arm.cut)
                 won = winners[best_arm(winners)]
                 shown = [now, *arms] if control is None else [now, *arms, replace(control, actions=(Action("rewind"),))]
-                return Faster(since.step, won.actions[0], table(shown, won))
+                return since.step, won.actions[0], table(shown, won)
             # Arms that were as short as the run is young have not shown all: look again later.
             if steps >= _LONGEST_RACE or learns(now, first):
                 self.raced_in_vain = True
@@ -250,8 +273,21 @@ class Trials(Extension):
         return cost_of(self._made, self._forwards)
 
     def _begin(self, passed: int = 0) -> Arm:
-        """Fetch what all arms are judged on, `passed` samples on; return how the run as it is does there."""
-        self._fetch_judged(passed)
+        """Fetch the samples that judge all arms, after all that train any, `passed` more; leave out updates that cannot
+        be fetched. Return how the run as it is does there.
+        """
+        samples, each = self._parts.samples, self._parts.samples.slicing.samples
+        after = max(samples.next_start, samples.position) + passed + each
+        starts = samples.starts(after, (JUDGED + 1) * each)[:JUDGED]
+        fetched: dict[int, list[Any]] = {}
+        for start in starts:
+            with suppress(Exception):
+                fetched[start] = [samples.collated(keys) for keys in samples.keys_at(start)]
+        by_rank = self._parts.world.all_of([*fetched])
+        self._judged = {start: fetched[start] for start in starts if all(start in one for one in by_rank)}
+        if len(self._judged) < JUDGED // 2:
+            log.debug("no trial: too many of the later rows that would judge it cannot be fetched")
+            raise TrialStopped
         now = self._run((), 0)
         if not now.equals(self._run((), 0)):
             log.debug("no trial: the losses of later updates cannot be reproduced: the program keeps state of its own")
@@ -280,22 +316,6 @@ class Trials(Extension):
         finally:
             self._parts.controls.effects.undo_to(before)
         return Arm(tuple(actions), anomalies, losses)
-
-    def _fetch_judged(self, passed: int = 0) -> None:
-        """Fetch the samples that judge all arms, after all that train any; leave out updates that cannot be fetched."""
-        samples = self._parts.samples
-        each = samples.slicing.samples
-        after = max(samples.next_start, samples.position) + passed + each
-        starts = samples.starts(after, (JUDGED + 1) * each)[:JUDGED]
-        fetched: dict[int, list[Any]] = {}
-        for start in starts:
-            with suppress(Exception):
-                fetched[start] = [samples.collated(keys) for keys in samples.keys_at(start)]
-        by_rank = self._parts.world.all_of([*fetched])
-        self._judged = {start: fetched[start] for start in starts if all(start in one for one in by_rank)}
-        if len(self._judged) < JUDGED // 2:
-            log.debug("no trial: too many of the later rows that would judge it cannot be fetched")
-            raise TrialStopped
 
     def _computed(self, mark: Mark) -> torch.Tensor:
         """Run forward and backward of the next update as in training; return the loss, NaN if something raised."""
@@ -375,43 +395,6 @@ class Trials(Extension):
         return tuple(parts.world.mean(torch.stack(losses)).tolist())
 
 
-class RateSearch(Hook):
-    def __init__(self, run: Run, trials: Trials, check: NoProgress) -> None:
-        self._run, self._trials, self._check = run, trials, check
-
-    def before_update(self) -> None:
-        """Look where the loss stands; not while an incident is open, nor around a declared change."""
-        step, checks = self._run.clock.step, self._run.checks
-        if checks.episode.is_open or step in checks.declared:
-            return
-        if self._check.asks(step, self._travelled) and self._run.settle():
-            self.search()
-
-    def _travelled(self) -> float:
-        return travelled(self._run.ring, self._run.world.least)
-
-    def search(self) -> None:
-        run, trials, check, log = self._run, self._trials, self._check, self._run.incident_log
-        step, started, before = run.clock.step, time.perf_counter(), trials.updates
-        found = trials.race()
-        was_tried = trials.updates > before
-        check.tried(step, is_tried=was_tried or found is not None)
-        if found is None:
-            if was_tried:
-                run.controls.note()
-            return
-        run.checks.require_recovery(step, step)
-        if run.checks.episode.is_open:
-            run.ring.keep_reference(step)
-        anomaly = Anomaly(Signal.NO_PROGRESS, step, run.clock.tick, found.since, check.evidence)
-        run.keeper.distrust(found.since)
-        decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
-        is_rate = found.cut.remedy == "lower_lr"
-        diagnosis = by_signal(anomaly) if is_rate else Diagnosis(Cause.OPTIMIZER, fact("decays_fast"))
-        incident = replace(log.open(anomaly, diagnosis, decision), tried=found.tried)
-        run.recovery.carry_out(incident, (0, 0), started)
-
-
 def _square(weight: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(weight)) ** 2
 
@@ -431,3 +414,15 @@ def travelled(ring: Ring, agree: Callable[[float], float]) -> float:
         norm += _square(now)
     share = _USUAL_INTERVAL / (ring.snapshots[-1].step - ring.snapshots[-2].step)
     return agree((share * moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
+
+
+def shrunk_since(ring: Ring, since: Snapshot, agree: Callable[[float], float]) -> float:
+    """Return the norm of the matrices as a share of that in an older snapshot: the most of all ranks."""
+    ring.copier.wait()
+    older, now, was = since.parts["weights"], 0.0, 0.0
+    for name, weight in ring.snapshots[-1].parts["weights"].items():
+        is_matrix = len(weight.shape) > 1 and weight.dtype.is_floating_point  # those of norms begin at 1
+        if name in older and is_matrix:
+            now += _square(local_part(weight))
+            was += _square(local_part(older[name]))
+    return -agree(-((now / was) ** 0.5) if was else 0.0) or 1.0  # 0: no part of any

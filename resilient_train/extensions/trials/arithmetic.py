@@ -86,11 +86,8 @@ class NoProgress(Check):
         if self.next_look < _NEVER:
             self.next_look = 2 * step if is_tried else step + self.config.every
 
-    def stop(self) -> None:
-        self.next_look = _NEVER
-
     def more_is_trained(self) -> None:
-        self.stop()  # the beginning is no measure any more
+        self.next_look = _NEVER  # the beginning is no measure any more
 
     def forget(self, limit: float = inf) -> None:
         self._losses.clear()
