@@ -177,7 +177,7 @@ class Examiner:
 class Scans:
     """What scans know of the updates. These have none."""
 
-    accepted = False  # weights that the loop wrote were newly taken for intended
+    accepted: Facts | None = None  # weights that the loop wrote were newly taken for intended
 
     @property
     def clean_step(self) -> int:

@@ -120,9 +120,11 @@ class OnPurpose(Extension, Intentions):
 
     def reviewed(self, vitals: Vitals, finding: Finding) -> Finding:
         """After weights were written on purpose, any update that is finite will do."""
-        was_written, self._run.scans.accepted = self._run.scans.accepted, False
-        if not was_written:
+        written, self._run.scans.accepted = self._run.scans.accepted, None
+        if written is None:
             return finding
+        if written:
+            self._close_as_accepted(written, self._run.clock.step)
         losses = self._run.updates.recent_measurements()[0]
         self._checks.start_over(self._run.best.limit(max(losses, default=inf)))
         is_spike = vitals.refused in SPIKES
@@ -177,13 +179,12 @@ class OnPurpose(Extension, Intentions):
         self._checks.start_over(limit)
         self._run.ring.release_reference()
         self._run.controls.note()
-        note = fact("on_purpose", what=what, step=step)
-        self._close_as_accepted(note)
-        log.warning("step %d: %s", self._run.clock.step, say(note))
+        self._close_as_accepted(what, step)
 
-    def _close_as_accepted(self, note: Facts) -> None:
-        """Say in the incidents that took it for damage that it was none."""
-        incident_log = self._run.incident_log
+    def _close_as_accepted(self, what: Facts, step: int) -> None:
+        """Say that something was no damage, also in the incidents that took it for that."""
+        incident_log, note = self._run.incident_log, fact("on_purpose", what=what, step=step)
+        log.warning("step %d: %s", self._run.clock.step, say(note))
         for incident in incident_log.incidents if self._is_recent(self._run.clock.step) else ():
             is_about_rows = bool(incident.diagnosis.rows) or incident.diagnosis.cause is Cause.PROCESS
             if incident.anomaly.tick >= self._began_tick and not (is_about_rows or incident.is_accepted):

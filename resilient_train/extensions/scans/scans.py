@@ -71,7 +71,7 @@ class Scans(protocols.Scans):
         self._step = 0
         self._has_copies = self.layout.is_whole and world is not None and unreplicated is not None and not unreplicated
         self._found: list[tuple[int, Found]] = []  # with its step; does not rewind
-        self.accepted = False  # weights that the loop wrote were newly taken for intended
+        self.accepted = None  # or what was newly taken for intended; nothing, if it was declared
         self._pending: _Pending | None = None
         self._kinds = self.layout.kinds()
         self._scans: dict[str, Scan] = {
@@ -188,7 +188,7 @@ class Scans(protocols.Scans):
             return False
         is_jump = found.signal is Signal.WEIGHTS_JUMP
         if is_jump and any(clean - _AROUND <= declared <= step + _AROUND for declared in self.config.expect):
-            self.accepted = True
+            self.accepted = ()
             return True
         alike = Counter(at for at, one in self._found if found.is_like(one))
         often = _ONCE if is_jump else _OFTEN
@@ -200,7 +200,7 @@ class Scans(protocols.Scans):
         if not is_known:
             why = "taken for intended, like later ones there, since it came again after each rewind"
             log.info("note: step %d: %s: %s", step, why, say(found.evidence))
-            self.accepted = True
+            self.accepted = found.evidence
         return True
 
     def state_dict(self) -> dict[str, Any]:
