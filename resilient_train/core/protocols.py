@@ -93,7 +93,7 @@ class Diagnoser:
 
 
 class Intentions:
-    """Tells damage from what was changed on purpose; this one takes all for damage. Every rank makes each call."""
+    """Knows what was changed on purpose; this one takes all for damage. Every rank makes each call."""
 
     def reviewed(self, vitals: Vitals, finding: Finding) -> Finding:
         """Return what the checks have found, unless weights that were just written on purpose explain it."""

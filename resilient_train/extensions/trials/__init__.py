@@ -126,8 +126,8 @@ class Trials(Extension, Hook):
             run.hooks.insert(0, self)
 
     def before_update(self) -> None:
-        """Look where the loss stands, and go on with a lower rate from where it does better. Not while an incident is
-        open, nor around a declared change.
+        """Where the loss stands, look for a lower rate, and continue from where it does better. Not while an incident
+        is open, nor around a declared change.
         """
         run, check = self._parts, self.no_progress
         step, checks, started, before = run.clock.step, run.checks, time.perf_counter(), self.updates
