@@ -488,8 +488,8 @@ def test_a_loop_may_shrink_its_weights_a_little() -> None:
         assert (run.updates(2 * EVERY) is None) == (factor == 0.8)
 
 
-def test_a_run_names_gradients_without_a_replay(tmp_path: pathlib.Path) -> None:
-    """Where the loop makes the loss: in the evidence of the incident."""
+def test_a_run_names_them_without_a_replay(tmp_path: pathlib.Path) -> None:
+    """Gradients, where the loop makes the loss: in the evidence of the incident."""
 
     class Deep(nn.Module):
         """The gradient breaks between `second` and `third`."""
