@@ -55,8 +55,8 @@ class Watched(NamedTuple):
 
 class Numbers(NamedTuple):
     largest: float  # absolute value
-    length: float  # the L2 norm, of weights and second moments
-    depth: float  # how far a second moment goes below zero
+    length: float = 0.0  # the L2 norm, of weights and second moments
+    depth: float = 0.0  # how far a second moment goes below zero
 
 
 Measured = Sequence[tuple[Watched, Numbers]]
