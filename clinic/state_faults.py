@@ -164,7 +164,7 @@ class Lion(Optimizer):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
+                mean = self.state[weight].setdefault("sum", torch.zeros_like(weight))  # torch's own are never negative
                 weight.mul_(1 - group["lr"] * group["decay"])
                 weight.sub_(group["lr"] * (0.9 * mean + 0.1 * weight.grad).sign())
                 mean.lerp_(weight.grad, 0.01)
@@ -234,7 +234,6 @@ class Run:
         self.scans = Scans(config, self.model, self.optimizers)
         self.step = 0
         self._flight: tuple[Any, float] | None = None
-        self._scanned: tuple[int, list[float]] | None = None
 
     def update(self) -> Anomaly | None:
         """Train one update, and return what a scan found in an earlier one."""
@@ -242,8 +241,8 @@ class Run:
         rng = torch.Generator().manual_seed(1_000_003 * self.seed + self.step)
         torch.autograd.backward(self.recipe.loss(self.model, self.recipe.batch(rng)))
         anomaly = self._hear()
-        if self.scans.is_due(self.step):
-            self._scanned = self.step, self.scans.measure().tolist()
+        if self.scans.is_due():
+            self.scans.measure(self.step)
         norm = min(float(nn.utils.clip_grad_norm_(self.weights, 1.0)), 1.0)
         settings = self._set_rates()
         for optimizer in self.optimizers:
@@ -254,10 +253,7 @@ class Run:
         return anomaly
 
     def _hear(self) -> Anomaly | None:
-        anomaly = None
-        if self._scanned is not None:
-            (step, values), self._scanned = self._scanned, None
-            anomaly = self.scans.judge(step, step, values)
+        anomaly = self.scans.judge()
         if self._flight is not None:
             self.scans.landed(self.step, *self._flight)
         return anomaly

@@ -143,9 +143,6 @@ class Checks:
         # The loss of the next step was computed with the weights of this one: use it if there is no earlier loss.
         return self._reference(step) or self._reference(step + 1)
 
-    def loss_at(self, step: int) -> float | None:
-        return self._accepted[step][0] if step in self._accepted else None
-
     def level_at(self, step: int) -> float | None:
         known = self._reference_at(step)
         return known.level if known else None

@@ -81,13 +81,6 @@ class NewRegime(Exception):
 class Diagnoser:
     """Finds the cause of an anomaly; this one knows nothing but the signal. Every rank makes each call."""
 
-    def resume(self) -> None:
-        """Continue with the incidents of the previous process. It is a collective."""
-
-    def reviewed(self, vitals: Vitals, finding: Finding) -> Finding:
-        """Return what the checks have found, unless weights that were just written on purpose explain it."""
-        return finding
-
     def trusted(self, signal: Signal, since: int, has_landed: bool) -> int:
         """Return the newest step that can still be trusted: `since`, or one before it."""
         return since
@@ -97,6 +90,14 @@ class Diagnoser:
     ) -> Diagnosis:
         """Return the cause; raises NewRegime."""
         return by_signal(anomaly)
+
+
+class Intentions:
+    """Knows what was changed on purpose; this one takes all for damage. Every rank makes each call."""
+
+    def reviewed(self, vitals: Vitals, finding: Finding) -> Finding:
+        """Return what the checks have found, unless weights that were just written on purpose explain it."""
+        return finding
 
     def learn_again(self, anomaly: Anomaly, why: NewRegime) -> None: ...
     def is_on_purpose(self, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
@@ -176,7 +177,7 @@ class Examiner:
 class Scans:
     """What scans know of the updates. These have none."""
 
-    accepted: Any = None  # what was newly taken for intended
+    accepted: Facts | None = None  # weights that the loop wrote were newly taken for intended
 
     @property
     def clean_step(self) -> int:
@@ -218,6 +219,7 @@ class Parts:
     scans: Scans = field(default_factory=Scans)
     examiner: Examiner = field(default_factory=Examiner)
     diagnoser: Diagnoser = field(default_factory=Diagnoser)
+    intentions: Intentions = field(default_factory=Intentions)
     across_rewind: Callable[[], AbstractContextManager[None]] = nullcontext  # surrounds each rewind
     hooks: list[Hook] = field(default_factory=list)
     on_error: list[OnError] = field(default_factory=list)

@@ -32,7 +32,8 @@ class Recovery:
         recovered_after: int,
     ) -> None:
         """`report` gets what ends the run; `agree` ends it on all ranks if they hold other settings or remedies."""
-        self.parts, self.policy, self.controls, self.diagnoser = parts, parts.policy, controls, parts.diagnoser
+        self.parts, self.policy, self.controls = parts, parts.policy, controls
+        self.diagnoser, self.intentions = parts.diagnoser, parts.intentions
         self.incident_log, self._store, self._report, self._agree = log, store, report, agree
         self._examination = parts.examiner
         self._recovered_after = recovered_after
@@ -77,7 +78,7 @@ class Recovery:
         try:
             diagnosis = self.diagnoser.explain(anomaly, update, refused, history)
         except NewRegime as why:
-            self.diagnoser.learn_again(anomaly, why)
+            self.intentions.learn_again(anomaly, why)
             return
         if not anomaly.ranks:  # averaged gradients are the same on every rank: only a replay names the rank
             anomaly = replace(anomaly, ranks=diagnosis.ranks)
@@ -86,7 +87,7 @@ class Recovery:
         reached = anomaly.since if anomaly.signal is Signal.NOT_RECOVERED else anomaly.step
         if reached_weights and diagnosis.cause is not Cause.CORRUPTION:
             checks.require_recovery(anomaly.since, reached)
-        if anomaly.landed and self.diagnoser.is_on_purpose(anomaly, diagnosis):
+        if anomaly.landed and self.intentions.is_on_purpose(anomaly, diagnosis):
             return
         case = controls.case(anomaly, diagnosis)
         decision = parts.world.on_main(lambda: decide(self.policy, case, history))
@@ -100,7 +101,7 @@ class Recovery:
         if self.observes:
             self.incident_log.observe(replace(incident, seconds=time.perf_counter() - started), parts.clock.step)
             return
-        self.diagnoser.before_treatment(anomaly.step, anomaly.tick)
+        self.intentions.before_treatment(anomaly.step, anomaly.tick)
         self.carry_out(incident, suspects, started, was_refused=bool(refused), continues=anomaly if before else None)
 
     def carry_out(
@@ -116,7 +117,7 @@ class Recovery:
         controls, log = self.controls, self.incident_log
         treated = controls.apply(incident, suspects, started, was_refused=was_refused)
         self._agree()
-        self.diagnoser.treated(treated)
+        self.intentions.treated(treated)
         if continues is None:
             controls.note(partial(log.record_treatment, treated))
         else:

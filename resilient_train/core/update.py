@@ -52,7 +52,7 @@ class EngineGuard:
         self.newest: Vitals | None = None  # the newest update whose verdict is known
         self.reported: Sequence[Metrics] = ()  # by the objective, of that update
         self._parts, self._recovery = parts, recovery
-        self._controls, self._diagnoser = recovery.controls, recovery.diagnoser
+        self._controls, self._intentions = recovery.controls, recovery.intentions
         self._backend, self._marks, self._examination, self._store = backend, marks, parts.examiner, store
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
         self._turn, self._verify_after = parts.updater.turn, verify_after
@@ -283,7 +283,7 @@ class EngineGuard:
         self.reported = judged.reported
         self._parts.updates.add(vitals)  # refused ones too: they may turn out to have caused a later incident
         scanned = self._examination.verdict()  # of the state before this update
-        finding = self._diagnoser.reviewed(vitals, finding)
+        finding = self._intentions.reviewed(vitals, finding)
         has_steps = not (vitals.accepted or observes) and self._marks.undo_steps(judged.mark)
         self._note_verdict(judged, vitals)
         anomaly = scanned or finding.anomaly

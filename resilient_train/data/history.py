@@ -103,9 +103,6 @@ class UpdateHistory:
         before = [one for one in self._known if one.step <= since and one.accepted]
         return after[-FEW:], before[-FEW:]
 
-    def next_after(self, step: int) -> PastUpdate | None:
-        return next((one for one in self._known if one.step == step + 1 and one.accepted), None)
-
     def recent_measurements(self) -> tuple[list[float], list[float]]:
         """Return losses and gradient norms of the last accepted updates, followed by those of the newest update."""
         recent = [*[one for one in self._passed if one.accepted][-_TREND:], self._passed[-1]]

@@ -133,16 +133,6 @@ class RunHistory:
         older, newer = sorted(known, key=lambda one: tick if type(tick := one.get("tick")) is int else 0)
         return {**older, **newer}
 
-    def effects_before(self, number: int) -> dict[str, Any]:
-        """Return the effects as they were noted when an incident was opened."""
-        history = RunHistory()
-        for entry in self._journal.entries if self._journal is not None else ():
-            with suppress(ValueError):  # about an incident that cannot be read
-                history.recall(entry)
-            if number in history.chapters:
-                break
-        return history.effects
-
     def _recall_incident(self, kind: str, line: Any, at: int) -> None:
         incident = line if isinstance(line, Incident) else from_line(line)
         chapter = replace(self.chapters.get(incident.id, Chapter(incident, at)), incident=incident)

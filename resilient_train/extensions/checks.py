@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
-from statistics import fmean, median, median_high, pstdev
+from statistics import fmean, median, median_high
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -46,7 +46,6 @@ _MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an a
 _NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no climb
 _STUCK = 20  # overflows in a row of a scaler that does not lower its scale
 _COMPARED = 16  # losses before a rate rose that those since are compared with
-_NOISY = 0.3  # of the mean of losses: their standard deviation
 _CLEAR_SIGMAS = 3.0  # of a sum of ranks
 
 
@@ -104,7 +103,7 @@ class RateRise(Check):
         losses = list(self._losses)
         losses = [median(losses)] * len(losses) if len(losses) < FEW else losses  # of few the highest are not left out
         standing = self.reference.standing(step, losses, sigmas=self.config.sigmas, share=self.config.share)
-        if standing is not Standing.OFF or (is_noisy(self._before) and not are_higher(self._losses, self._before)):
+        if standing is not Standing.OFF or not are_higher(self._losses, self._before):
             return None
         times, level = max(self._paces) / self._base, self.reference.expected(step)
         mean = fmean(without_top(losses))
@@ -115,11 +114,6 @@ class RateRise(Check):
     def forget(self, limit: float = inf) -> None:
         self.reference = None
         self._losses.clear()
-
-
-def is_noisy(losses: Sequence[float]) -> bool:
-    """Whether a mean of such losses may be anything: they differ much, or are too few to know."""
-    return len(losses) < FEW or pstdev(losses) > _NOISY * abs(fmean(losses))
 
 
 def as_of_now(losses: Sequence[float]) -> list[float]:

@@ -222,7 +222,6 @@ EVIDENCE = {
     "off_level": "the last losses ({count}) average {mean:.4g} where {level:.4g} was usual at step {step}",
     "off_since_rate": "the last losses ({count}) average {mean:.4g} where {level:.4g} was usual before the learning rate rose x{times:.3g}",
     "plateau": "the last losses ({count}) average {mean:.4g} <falls?and fall><thrown?after the first updates had thrown it up><stands?and do not fall>, where it began with {first:.4g}<, and the weights still change by {travel:.2g} of their norm in 25 updates>",
-    "weights_fell": "the weights fell to {share:.2g} of their norm",
     "scale_stays": "the loss scale stays at {scale:.3g}, at which {times} updates in a row overflowed",
     "scale_fell": "the loss scale fell to {scale:.3g}",
     "not_finite": "not finite: {name} holds {value:g}< and {more} more>, of {count:tensor}",

@@ -86,7 +86,6 @@ def test_any_flipped_bit_shows_in_the_digest(dtype: torch.dtype, size: int) -> N
 @pytest.mark.parametrize(
     ("some", "others"),
     [
-        ([torch.tensor([1.0, 2.0])], [torch.tensor([2.0, 1.0])]),
         ([torch.tensor([1.0]), torch.tensor([2.0])], [torch.tensor([2.0]), torch.tensor([1.0])]),
         ([torch.tensor([0.0])], [torch.tensor([-0.0])]),
         ([torch.zeros(3)], [torch.tensor([0.0, 0.0, 1e-45])]),

@@ -8,7 +8,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,29 +22,23 @@ from group import agreed, alone
 from guarded import trained as train
 from kills import incidents, summary
 from panels import Panel
-from stories import incident as any_incident
-from test_state import Bench
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from resilient_train.core.policy import Budget
 from resilient_train.data.trees import state_sha256, weights_sha256
 from resilient_train.durable.run_history import as_line, from_line
-from resilient_train.extensions.trials import Trials, travelled
+from resilient_train.extensions.trials import Trials
 from resilient_train.extensions.trials.arithmetic import (
     Arm,
     NoProgress,
     NoProgressConfig,
+    beats,
     best_arm,
-    fastest,
-    holds,
     is_ahead,
-    may_win,
-    on_its_way,
 )
 from resilient_train.ground.reader import DiskConfig
-from resilient_train.ground.types import Action, Signal, Tried, Vitals
+from resilient_train.ground.types import Action, Vitals
 from resilient_train.ground.wording import describe
 from resilient_train.loop.arguments import named as checks_named
 from resilient_train.loop.guard import Guard
@@ -85,26 +79,10 @@ def test_the_arm_with_the_fewest_anomalies_then_the_lowest_loss_is_chosen(arms: 
 
 
 @pytest.mark.parametrize(
-    ("losses", "place"),
-    [
-        ([3.0, 3.1, 3.2], 0),
-        ([3.0, 2.5, 3.2], 1),
-        ([3.0, 2.5, 2.4], 2),
-        ([3.0, 2.5, 2.49], 1),  # equal within noise: the higher rate
-        ([3.0, 2.99, 3.2], 0),  # no more than noise
-        ([math.inf, 2.5, 2.6], 1),
-    ],
-)
-def test_a_race_is_won_by_the_rate_with_the_lowest_loss(losses: list[float], place: int) -> None:
-    """If no rate is clearly ahead of the run, none wins."""
-    arms = [arm(actions, 0, loss, loss) for actions, loss in zip([(), cut(0.1), cut(0.03)], losses, strict=True)]
-    assert fastest(arms) == place
-
-
-@pytest.mark.parametrize(
-    ("now", "control", "lower", "is_held"),
+    ("now", "control", "lower", "wins"),
     [
         (3.0, 3.1, 2.5, True),
+        (3.0, 3.1, 2.99, False),  # no more than noise
         (24.0, 4.9, 0.2, True),  # the present rate never learned, so it is not its age that the lower one is ahead by
         (24.0, 4.9, 4.0, False),  # neither did
         (3.0, 2.0, 2.0, False),  # ahead of the run because it is younger, as the present rate is
@@ -115,29 +93,30 @@ def test_a_race_is_won_by_the_rate_with_the_lowest_loss(losses: list[float], pla
         (3.0, 3.0, math.inf, False),
     ],
 )
-def test_a_lower_rate_has_to_beat_the_present_one_from_the_same_state(
-    now: float, control: float, lower: float, is_held: bool
+def test_a_lower_rate_has_to_beat_the_run_and_the_present_rate_from_the_same_state(
+    now: float, control: float, lower: float, wins: bool
 ) -> None:
     """By more than what that state is ahead of the run. It began with a loss of 4."""
     given = [arm(actions, 0, loss, loss) for actions, loss in ((cut(0.1), lower), ((), control), ((), now))]
-    assert holds(given[0], given[1], given[2], 4.0) is is_held
+    assert beats(given[0], given[1], given[2], 4.0) is wins
 
 
-def test_a_race_may_be_won_late_or_end_early() -> None:
-    """A rate as old as the run has to be far below it: by two fifths. A healthy plateau costs one arm."""
-    now, behind, close = arm((), 0, 2.0, 2.1), arm(cut(0.1), 0, 2.5, 2.5), arm(cut(0.1), 0, 2.05, 2.05)
-    far = {(1.0, 1.1, 0): True, (1.0, 1.1, 1): False, (1.4, 1.5, 0): False, (math.nan, 1.0, 0): False}
-    for (*losses, anomalies), is_far in far.items():
-        assert is_ahead(arm(cut(0.1), int(anomalies), *losses), now, 4.0) is is_far
-    slightly = arm(cut(0.1), 0, 1.8, 1.9)
-    assert is_ahead(slightly, now, 2.1)  # the run has learned nothing since it began there, and this has
-    assert not is_ahead(slightly, now, 1.9)  # neither has
-    tries_more = [may_win(arms, 3.0) for arms in ([now], [now, behind], [now, close], [now, close, close])]
-    assert tries_more == [True, False, True, False]
-    assert [may_win([now, behind, behind], first) for first in (0.6, 0.75)] == [True, False]  # far above the first
-    lost = arm(cut(0.1), 0, 2.8, 2.9)
-    assert [on_its_way(arms, 4.0) for arms in ([now], [now, lost, behind], [now, close, lost])] == [0, 2, 1]
-    assert on_its_way([now, behind], 2.5) == 0  # the run has come as little
+@pytest.mark.parametrize(
+    ("losses", "anomalies", "first", "is_far"),
+    [
+        ((1.0, 1.1), 0, 4.0, True),
+        ((1.0, 1.1), 1, 4.0, False),
+        ((1.4, 1.5), 0, 4.0, False),
+        ((math.nan, 1.0), 0, 4.0, False),
+        ((1.8, 1.9), 0, 2.1, True),  # the run has learned nothing since it began there, and this has
+        ((1.8, 1.9), 0, 1.9, False),  # neither has
+    ],
+)
+def test_a_rate_as_old_as_the_run_has_to_be_far_below_it(
+    losses: tuple[float, ...], anomalies: int, first: float, is_far: bool
+) -> None:
+    """By two fifths."""
+    assert is_ahead(arm(cut(0.1), anomalies, *losses), arm((), 0, 2.0, 2.1), first) is is_far
 
 
 CHECK = NoProgressConfig(every=64, window=1024, share=0.45, travel=0.4)
@@ -215,19 +194,6 @@ def language(lr: float, steps: int = 150, recovery: Any = "balanced", optimizer:
     return guard_of(model, optimizer, steps=steps, recovery=recovery, **given)
 
 
-def test_what_is_said_of_a_race_names_the_rate_that_was_there() -> None:
-    """It was tried as it is, and from where the lower rates began."""
-    arms = tuple(Tried(one, 0, loss, loss == 1.9) for one, loss in (((), 2.2), (cut(0.3), 1.9), (cut(0.1), 1.8)))
-    raced = any_incident(1, tried=(*arms, Tried((Action("rewind"),), 0, 2.1)), rewound_to=0)
-    raced = replace(raced, anomaly=replace(raced.anomaly, signal=Signal.NO_PROGRESS))
-    assert [line.strip() for line in describe(raced).splitlines() if "later loss" in line] == [
-        "as it is: later loss 2.2, 0 updates refused",
-        "learning rate x0.3: later loss 1.9, 0 updates refused, chosen",
-        "learning rate x0.1: later loss 1.8, 0 updates refused",
-        "as it is, from step 0: later loss 2.1, 0 updates refused",
-    ]
-
-
 def final(guard: Guard) -> float:
     assert guard.recent_loss is not None
     return guard.recent_loss
@@ -246,25 +212,25 @@ def test_a_rate_that_was_quietly_too_high_is_found_and_lowered(tmp_path: Path) -
     assert [one.won for one in incident.tried].count(True) == 1
     assert from_line(as_line(incident)).tried == incident.tried
     assert incidents(tmp_path / "run")[0]["tried"][0]["do"] == []  # as it is
+    said = [line.strip() for line in describe(incident).splitlines() if "later loss" in line]
+    assert said[0].startswith("as it is: later loss")
+    assert said[-1].startswith("as it is, from step 0: later loss")
+    assert [line.startswith("learning rate x") for line in said if line.endswith(", chosen")] == [True]
     written = summary(tmp_path / "run")
     assert 0 < written["trial_updates"] <= 200
     assert written["ticks"] == guard.clock.tick  # updates of a trial are no ticks
     assert guard.clock.tick < 150 + incident.anomaly.step + 5
 
 
-@pytest.mark.parametrize(("decay", "is_found"), [(1.0, True), (0.001, False)])
-def test_a_decay_that_takes_the_weights_away_is_taken_back(decay: float, is_found: bool) -> None:
-    """Adam divides it by its own size. Nothing learns, so no trial could show it; the norm of the weights does."""
-    adam = partial(torch.optim.Adam, lr=0.02, weight_decay=decay)
+def test_a_decay_that_takes_the_weights_away_is_taken_back() -> None:
+    """Adam divides it by its own size, and nothing learns."""
+    adam = partial(torch.optim.Adam, lr=0.02, weight_decay=1.0)
     guard = train(language(0.02, optimizer=adam))
     mended = final(train(language(0.02, optimizer=partial(adam, weight_decay=0.0))))
-    remedies = [action.remedy for one in guard.incidents for action in one.decision.actions]
-    assert remedies == ["rewind", "lower_decay"] * is_found
     assert final(guard) < 1.05 * mended
-    if is_found:
-        [incident] = guard.incidents
-        assert (incident.anomaly.signal, incident.diagnosis.cause) == ("no_progress", "optimizer")
-        assert "weights_fell" in [one["fact"] for one in incident.anomaly.evidence]
+    [incident] = guard.incidents
+    assert [action.remedy for action in incident.decision.actions] == ["rewind", "lower_decay"]
+    assert (incident.anomaly.signal, incident.diagnosis.cause) == ("no_progress", "optimizer")
 
 
 def test_a_loss_that_has_fallen_and_stands_is_looked_at_where_the_weights_settle_nowhere() -> None:
@@ -286,7 +252,7 @@ def noise(rows: int) -> TensorDataset:
     return TensorDataset(torch.randn(rows, WIDTH, generator=numbers), torch.randn(rows, 1, generator=numbers))
 
 
-def regression(recovery: Any, rates: Sequence[float] | None = None, **more: Any) -> Guard:
+def regression(recovery: Any, **more: Any) -> Guard:
     """Noise that nothing explains: the loss stands from the first updates on. BatchNorm and dropout."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
@@ -324,18 +290,6 @@ def test_rows_that_cannot_be_fetched_do_not_end_a_run_in_a_trial(first: int, eac
     with guard._controls.extension(Trials)._trial():
         guard._updater.groups()[0]["lr"] = 0.5  # as an optimizer may in its step
     assert guard._updater.groups()[0]["lr"] == 1e-3
-
-
-def test_a_race_begins_with_what_followed_a_rewind(caplog: pytest.LogCaptureFixture) -> None:
-    """The run exploded and was rewound to its start; other samples come first since then. Then its loss stands."""
-    caplog.set_level(logging.DEBUG, "resilient_train")
-    torch.manual_seed(0)
-    model = nn.Linear(WIDTH, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
-    guard = train(Guard(None, model, optimizer, data=noise(512), batch_size=16, objective=squares, steps=150))
-    assert guard.incidents[0].rewound_to == 0
-    assert guard._controls.extension(Trials).updates > 30
-    assert "cannot be reproduced" not in caplog.text
 
 
 def test_a_run_whose_loop_makes_the_updates_has_no_trials() -> None:
@@ -386,39 +340,27 @@ def test_a_trial_that_finds_nothing_leaves_no_trace(caplog: pytest.LogCaptureFix
     assert not any("tried" in one.getMessage() for one in caplog.records if one.levelno > logging.DEBUG)
 
 
-def queue() -> Callable[[Any, Any], Tensor]:
-    """The loss depends on the batch before."""
-    earlier: list[Tensor] = []
+def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogCaptureFixture) -> None:
+    """A forward that is repeated has another loss: a trial would change that state."""
+    caplog.set_level(logging.DEBUG, "resilient_train")
+    earlier = [torch.zeros(())]
 
     def objective(model: Any, batch: Any) -> Tensor:
-        loss = F.mse_loss(model(batch[0]), batch[1] + (0.1 * earlier[-1] if earlier else 0.0))
+        """The loss depends on the batch before."""
+        loss = F.mse_loss(model(batch[0]), batch[1] + 0.1 * earlier[-1])
         earlier.append(batch[1].mean())
         return loss
 
-    return objective
-
-
-def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogCaptureFixture) -> None:
-    """A forward that is repeated has another loss: a trial would change that state. It is asked once."""
-    caplog.set_level(logging.DEBUG, "resilient_train")
-    guard = train(regression(WITH, objective=queue()))
-    assert "no lower rates are tried: the loss of update 1 cannot be reproduced: the data or" in caplog.text
-    assert guard._controls.extension(Trials).updates == 1
+    guard = train(regression(WITH, objective=objective))
+    assert "no trial: the losses of later updates cannot be reproduced" in caplog.text
+    assert guard._controls.extension(Trials).updates == 2 * 11  # 16 losses twice, at steps 65 and 129
     assert not guard.incidents
 
 
-@pytest.mark.parametrize(
-    ("steps", "in_vain", "most"), [(160, False, 200), (160, True, 8), (10_000, False, 500), (10_000, True, 500)]
-)
-def test_trials_after_one_in_vain_keep_to_the_share(steps: int, in_vain: bool, most: int) -> None:
-    """A short run may make more until it has found that its rate is right."""
-    assert Budget().trial_updates(steps, in_vain=in_vain) == most
-
-
 def test_a_short_run_that_learns_nothing_looks_for_a_lower_rate_twice() -> None:
-    """It costs 44 updates at step 65, too early to tell, and 60 at step 129. Then no more; a resume knows that."""
+    """It costs 48 updates at step 65, too early to tell, and 64 at step 129. Then no more; a resume knows that."""
     guard = train(regression(WITH))
-    assert guard._controls.extension(Trials).updates == 44 + 60
+    assert guard._controls.extension(Trials).updates == 48 + 64
     resumed = regression(WITH)
     resumed._controls.effects.load_state_dict(guard._controls.effects.state_dict())
     assert resumed._controls.extension(Trials).raced_in_vain
@@ -467,20 +409,3 @@ def test_a_run_that_is_killed_in_a_race_finds_a_rate_nevertheless(tmp_path: Path
     """A race starts from the oldest snapshot, which is another one in the next process."""
     assert alone(killed_in_trial, tmp_path, True)[0] == -signal.SIGKILL
     assert set(killed_in_trial(tmp_path, False)) == {"crash", "no_progress"}
-
-
-def test_how_far_the_weights_moved_is_that_of_the_trained_ones() -> None:
-    """From the last snapshot but one to the last, whatever came after; in 25 updates, as in a random walk."""
-    bench = Bench()
-    bench.net.register_parameter("wave", wave := nn.Parameter(torch.full((4,), 0.3 + 0.4j)))  # complex ones as well
-    assert travelled(bench.ring, float) == 0.0
-    weights = []
-    for _ in range(3):
-        bench.train()
-        wave.detach().mul_(1.5)
-        trained = [one.detach().flatten() for one in bench.net.parameters() if one.requires_grad]
-        weights.append(torch.cat([torch.view_as_real(one).flatten() if one.is_complex() else one for one in trained]))
-        bench.kept()
-    bench.train()
-    moved = float((weights[2] - weights[1]).norm() / weights[2].norm())
-    assert travelled(bench.ring, float) == pytest.approx(5 * moved)

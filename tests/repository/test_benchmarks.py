@@ -28,4 +28,4 @@ def test_agreement_is_one_small_collective_an_update(tmp_path: Path) -> None:
     assert done.is_well, done.stderr
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("  2 ")]
     assert row.split("  ")[-1].strip().startswith("86 with 1, ")  # scans, replicas, snapshots and looks are due in 14
-    assert row.count("1.16, 46.08") == 2  # as the model says: else it would have ended with 1
+    assert row.count("1.16, 37.68") == 2  # as the model says: else it would have ended with 1

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import exp, inf, nan, sin
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from panels import Panel
 from tables import table
 from test_checks import Run, curve
 
 from resilient_train.core.checks import ChecksConfig, Finding
 from resilient_train.data.history import Leap, UpdateHistory
-from resilient_train.ground.types import NO_LIMIT, Signal, Vitals
+from resilient_train.ground.types import Signal, Vitals
 from resilient_train.loop.arguments import named
 
 
@@ -32,7 +30,7 @@ class FullRun(Run):
         return self.checks.judge(Vitals(self.tick, self.step, False, inf, nan, 1e-3, overflowed=True, loss_scale=scale))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("high", "over", "noise", "signal", "within"),
     [
@@ -90,10 +88,12 @@ def test_overflows_are_ordinary_until_they_do_not_end() -> None:
     assert run.checks.state_dict()["level"] == before
 
 
-def updates_of(losses: Sequence[float], norms: Sequence[float]) -> UpdateHistory:
+def passed(paces: Sequence[float], losses: Sequence[float] = ()) -> UpdateHistory:
+    """Accepted updates from step 1 on, made with these rates."""
     updates = UpdateHistory()
-    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
-        updates.add(Vitals(step, step, True, loss, norm, 1e-3, 32 * step, 32 * step + 32, lr_ratio=1.0))
+    for step, pace in enumerate(paces, 1):
+        loss = losses[step - 1] if losses else 1.0
+        updates.add(Vitals(step, step, True, loss, 0.5, 1e-3 * pace, lr_ratio=pace))
     return updates
 
 
@@ -111,15 +111,7 @@ def updates_of(losses: Sequence[float], norms: Sequence[float]) -> UpdateHistory
 )
 def test_the_level_that_a_run_began_with(losses: list[float], first: float | None) -> None:
     """A run that never came back from its first updates has not made progress since."""
-    assert updates_of(losses, [1.0] * len(losses)).first_loss == first
-
-
-def test_off_judges_nothing_that_is_finite() -> None:
-    """No limit, no alarm, no remark, whatever the loss does."""
-    run = FullRun(named("off"))
-    findings = list(run.play([*curve(2000, high=800.0, at=1000), (3.0, 1e30), (1e30, 1.0)]))
-    assert set(findings) == {Finding()}
-    assert run.checks.limits == (NO_LIMIT, NO_LIMIT)
+    assert passed([1.0] * len(losses), losses).first_loss == first
 
 
 def test_light_sees_a_jump_and_leaves_slow_changes() -> None:
@@ -127,17 +119,6 @@ def test_light_sees_a_jump_and_leaves_slow_changes() -> None:
     jump = FullRun(named("light")).alarms(curve(1020, high=8.0, at=1000))
     assert jump[0].signal is Signal.LOSS_SPIKE
     assert FullRun(named("light")).alarms(curve(3000, high=4.0, at=1500, over=1000)) == []
-
-
-# A learning rate that leapt.
-
-
-def passed(paces: Sequence[float], *, losses: Callable[[int], float] = lambda step: 1.0) -> UpdateHistory:
-    """Accepted updates from step 1 on, made with these rates."""
-    updates = UpdateHistory()
-    for step, pace in enumerate(paces, 1):
-        updates.add(Vitals(step, step, True, losses(step), 0.5, 1e-3 * pace, lr_ratio=pace))
-    return updates
 
 
 WARM_UP = [(step + 1) / 50 for step in range(50)]
@@ -195,30 +176,9 @@ def test_a_rewind_forgets_a_leap() -> None:
     assert updates.leap() is None
 
 
-@settings(max_examples=100, deadline=None)
-@given(paces=st.lists(st.floats(0, 100), max_size=80))
-def test_what_a_leap_says_is_so(paces: list[float]) -> None:
-    """At its step the rate was at least what it says before, and it came to at least twice that."""
-    leap = passed(paces).leap()
-    if leap is None:
-        return
-    assert leap.factor >= 2 * (1 - 1e-9)
-    assert max(paces[leap.step - 1 :]) == pytest.approx(leap.factor * leap.usual)
-    before = [pace for pace in paces[: leap.step - 1] if pace > 1e-12]
-    assert max(before) == pytest.approx(leap.usual) if leap.is_sudden else max(before) <= 1.1 * leap.usual
-
-
 @pytest.mark.parametrize(("since", "usual"), [(None, None), (390, None), (300, 1.01**100), (250, 1.01**50)])
 def test_a_slow_rise_is_looked_for_since_things_went_wrong(since: int | None, usual: float | None) -> None:
     """The rates up to that step are what was usual; the last 64 updates are looked at in any case."""
     leap = passed([1.01 ** max(0, step - 200) for step in range(1, 401)]).leap(since)
     assert leap is None or not leap.is_sudden
     assert (leap and leap.usual) == (usual and pytest.approx(usual))
-
-
-def test_checkpoints_hold_fewer_updates_than_are_known() -> None:
-    """A race of rates starts from the oldest verified snapshot, thousands of steps back."""
-    updates = updates_of([3.0] * 9_000, [1.0] * 9_000)
-    assert updates.next_after(10) is not None
-    assert updates.leap() is None
-    assert len(updates.state_dict(9_000)) == 2048 + 8  # the first ones of the run

@@ -18,12 +18,9 @@ from torch.optim import Optimizer
 from resilient_train.core.tree import Tree, is_sharded, local_part
 from resilient_train.data.trees import sorted_leaves
 from resilient_train.extensions.scans.weights import KEPT, SQUARES, Watched
-from resilient_train.ground.wording import log
 
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
 _COARSE = {torch.float16, torch.bfloat16}  # they round so roughly that sums are lost in them
-_DIGEST_COLUMNS, _DIGEST_ROWS = 1024, 8  # a tensor of more rows than that is first added up along its columns
 _DIGEST_FACTOR = -7046029254386353131  # 0x9E3779B97F4A7C15: odd, and its multiples are spread well
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
 
@@ -66,11 +63,6 @@ def lengths(parts: list[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(parts, 2, dtype=torch.float32 if parts[0].dtype in _COARSE else None)
 
 
-def sums(parts: list[Tensor]) -> Sequence[Tensor]:
-    """The sum of the absolute values of each."""
-    return torch._foreach_norm(parts, 1, dtype=torch.float32 if parts[0].dtype in _COARSE else None)
-
-
 def depths(parts: list[Tensor]) -> Sequence[Tensor]:
     """How far each goes below zero, as a positive number, because the largest value over all ranks is kept."""
     return (-torch.stack([one.amin() for one in parts])).unbind()
@@ -83,7 +75,6 @@ class Layout:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model, self.optimizers = model, list(optimizers)
-        self.skipped: set[str] = set()
         weights = [*model.parameters(), *(weight for group in self.groups() for weight in group["params"])]
         self.device = weights[0].device if weights else torch.device("cpu")
         self.is_whole = not any(map(is_sharded, weights))
@@ -104,7 +95,7 @@ class Layout:
         if "weights" in scans:
             found += self._weights(names)
             for name, one in self.model.named_buffers():
-                found.append((Watched("weights", f"buffer {_plain(name)}", is_free=True), one))
+                found.append((Watched("weights", f"buffer {name}", is_free=True), one))
             found += self._kept(kept, has_ranks=has_ranks)
         if "optimizer" in scans:
             found += self._moments(names)
@@ -113,16 +104,11 @@ class Layout:
                 if isinstance(module, _BatchNorm) and module.track_running_stats:
                     mean, var = cast(Tensor, module.running_mean), cast(Tensor, module.running_var)
                     sizes = torch.cat([mean, var.abs().sqrt()])  # no squares, which overflow
-                    found.append((Watched("norms", _plain(name), is_free=True), sizes))
-        tensors = [(one, tensor) for one, tensor in found if isinstance(tensor, Tensor)]
-        skipped = {one.name for one, tensor in tensors if _is_number(tensor) and not _is_measured(tensor)}
-        if new := sorted(skipped - self.skipped):
-            self.skipped |= skipped
-            log.info("note: not scanned, being sparse or of a type without norms: %s", ", ".join(new))
-        return [(one, tensor) for one, tensor in tensors if _is_measured(tensor)]
+                    found.append((Watched("norms", name, is_free=True), sizes))
+        return [(one, tensor) for one, tensor in found if _is_measured(tensor)]
 
     def _names(self) -> dict[Tensor, str]:
-        names: dict[Tensor, str] = {weight: _plain(name) for name, weight in self.model.named_parameters()}
+        names: dict[Tensor, str] = {weight: name for name, weight in self.model.named_parameters()}
         for number, group in enumerate(self.groups()):  # weights that the model does not have
             for place, weight in enumerate(group["params"]):
                 names.setdefault(weight, f"weight {place} of parameter group {number}")
@@ -134,7 +120,7 @@ class Layout:
             yield Watched("weights", name, owner.get(weight), is_weight=True, is_free=weight not in owner), weight
 
     def _kept(self, states: Mapping[str, Tree], *, has_ranks: bool) -> Iterator[tuple[Watched, Any]]:
-        leaves = [(path, one) for path, one in sorted_leaves(states) if isinstance(one, Tensor) and _is_measured(one)]
+        leaves = [(path, one) for path, one in sorted_leaves(states) if _is_measured(one)]
         if not has_ranks:
             for path, one in leaves:
                 yield Watched("weights", path.removeprefix("/"), is_free=True), one
@@ -150,18 +136,16 @@ class Layout:
             for weight in group["params"]:
                 state = optimizer.state.get(weight, {})
                 for key, value in state.items():
-                    rule = "" if is_own else SQUARES.get(key, "")
-                    yield Watched("optimizer", f"{key} of {names[weight]}", number, rule=rule, is_free=is_own), value
+                    is_square = key in SQUARES and not is_own
+                    name = f"{key} of {names[weight]}"
+                    yield Watched("optimizer", name, number, is_square=is_square, is_free=is_own), value
 
 
-def _is_measured(tensor: Tensor) -> bool:
-    """Whether it is dense data of a type that has norms."""
-    is_dense = not (is_lazy(tensor) or tensor.is_meta) and tensor.layout == torch.strided
-    return is_dense and tensor.dtype in _MEASURED
-
-
-def _is_number(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _is_measured(value: Any) -> bool:
+    """Whether it is a dense tensor of a type that has norms."""
+    if not isinstance(value, Tensor) or is_lazy(value) or value.is_meta:
+        return False
+    return value.layout == torch.strided and value.dtype in _MEASURED
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -169,29 +153,14 @@ def kind_of(optimizer: Optimizer) -> str:
     return own.__name__ if own.__module__.startswith("torch.optim.") else ""
 
 
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return one 64-bit integer on `device`, which differs if a bit of the tensors does.
-
-    Sums of integers neither round nor depend on an order, and each place has an odd factor of its own: no single change
-    is lost, and two are only if they cancel in the same one of many columns.
+    """Return one 64-bit integer on `device`, which differs if a bit of the tensors does: a sum of the bits of each
+    tensor as integers, which neither round nor depend on an order, and of these with odd factors.
     """
-    by_type: dict[torch.dtype, list[Tensor]] = {}
+    sums = []
     for tensor in tensors:
-        real = _here(tensor.detach())
-        whole = _WHOLE[real.element_size()]
-        bits = real.view(whole).flatten()  # a copy only if it is not contiguous
-        rows = len(bits) // _DIGEST_COLUMNS
-        parts = [bits]
-        if rows >= _DIGEST_ROWS:
-            inside = rows * _DIGEST_COLUMNS
-            parts = [bits[:inside].view(rows, _DIGEST_COLUMNS).sum(0, dtype=whole), bits[inside:]]
-        by_type.setdefault(whole, []).extend(part.to(device, non_blocking=True) for part in parts)
-    if not by_type:
-        return torch.zeros((), dtype=torch.int64, device=device)
-    row = torch.cat([torch.cat(some).long() for some in by_type.values()])
-    factors = torch.arange(1, 2 * len(row), 2, device=device).mul_(_DIGEST_FACTOR)  # odd times odd
-    return (row * factors).sum()
+        bits = _here(tensor.detach())
+        bits = bits.view(_WHOLE[bits.element_size()])
+        sums.append(bits.sum(dtype=torch.int64).to(device, non_blocking=True))
+    row = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
+    return (row * torch.arange(1, 2 * len(row), 2, device=device).mul_(_DIGEST_FACTOR)).sum()  # odd times odd

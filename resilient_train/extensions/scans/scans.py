@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from resilient_train.core import protocols
 from resilient_train.core.loss import Every
 from resilient_train.core.tree import Tree
-from resilient_train.extensions.scans.layout import Layout, depths, digest, largest, lengths, measured, sums
+from resilient_train.core.vitals import Sent
+from resilient_train.extensions.scans.layout import Layout, depths, digest, largest, lengths, measured
 from resilient_train.extensions.scans.weights import Found, Measured, Moments, Norms, Numbers, Scan, Watched, Weights
-from resilient_train.ground.types import Anomaly, Signal, fact
+from resilient_train.ground.types import Anomaly, Facts, Signal, fact
 from resilient_train.ground.wording import log, say
-from resilient_train.processes.world import odd_ones
+from resilient_train.processes.world import World, odd_ones
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
@@ -36,13 +37,21 @@ _FIRST = (
 _PARTS = 4  # numbers of a digest
 
 
-_NOTHING: tuple[int, list[str], list[Watched]] = -1, [], []  # the step, the scans, and what they looked at
+class _Pending(NamedTuple):
+    """A measurement that was not judged yet."""
+
+    step: int
+    tick: int
+    due: list[str]  # the scans
+    watched: list[Watched]  # what they looked at
+    mine: Tensor  # of this rank
+    sent: Sent  # the largest of each number over all ranks
 
 
 class Scans(protocols.Scans):
     """Looks at weights, buffers, optimizer state and the statistics of normalization layers, at their own intervals.
 
-    `measure` launches a few kernels and waits for nothing; `judge` gets the numbers later and is plain arithmetic.
+    `measure` launches a few kernels and waits for nothing; `judge` reads the numbers later, and is plain arithmetic.
     `landed` is called at every update, and adds up how far the updates can have moved the state.
     """
 
@@ -51,17 +60,19 @@ class Scans(protocols.Scans):
         config: Any,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        unreplicated: Collection[str] | None = None,
+        world: World | None = None,
+        unreplicated: Collection[str] | None = (),
     ) -> None:
-        """`optimizers` without Accelerate's wrapper; `unreplicated` weights differ between ranks, None: no replicas."""
-        self.config = config
+        """`optimizers` without Accelerate's wrapper; `world` of several ranks, on which `unreplicated` weights differ;
+        None: all may.
+        """
+        self.config, self._world = config, world
         self.layout = Layout(model, optimizers)
         self._step = 0
-        self._has_ranks = unreplicated is not None
-        self._has_copies = self.layout.is_whole and unreplicated is not None and not unreplicated
+        self._has_copies = self.layout.is_whole and world is not None and unreplicated is not None and not unreplicated
         self._found: list[tuple[int, Found]] = []  # with its step; does not rewind
-        self.accepted: tuple[Found, bool] | None = None  # newly taken for intended, and whether that was declared
-        self._pending = _NOTHING  # a measurement that was not judged yet
+        self.accepted = None  # or what was newly taken for intended; nothing, if it was declared
+        self._pending: _Pending | None = None
         self._kinds = self.layout.kinds()
         self._scans: dict[str, Scan] = {
             "weights": Weights(config.weights, self._kinds),
@@ -78,7 +89,7 @@ class Scans(protocols.Scans):
         """Accept the next measurement as long as it is finite: something was changed on purpose."""
         for scan in self._scans.values():
             scan.base = {}
-        self._pending = _NOTHING
+        self._pending = None
 
     def _has_new_groups(self) -> bool:
         """Whether groups were added or removed: then the next measurement is accepted as well."""
@@ -99,35 +110,32 @@ class Scans(protocols.Scans):
             for _ in range(times if scan.every else 0):
                 scan.landed(settings, clipped_norm)
 
-    def is_due(self, step: int) -> bool:
-        return any(scan.is_due(step) for scan in self._scans.values())
+    def is_due(self) -> bool:
+        return any(scan.is_due(self._step) for scan in self._scans.values())
 
     @torch.no_grad()
-    def measure(self, kept: Mapping[str, Tree] = MappingProxyType({}), *, everything: bool = False) -> Tensor:
-        """Measure what is due, or all of it if nothing is or `everything` is needed now. If it is never judged, as
-        something raised in between, the next measurement covers its updates as well.
+    def measure(
+        self, tick: int, kept: Mapping[str, Tree] = MappingProxyType({}), *, everything: bool = False
+    ) -> Tensor:
+        """Measure what is due, or `everything`; return the numbers. If they are never judged, as something raised in
+        between, the next measurement covers their updates as well.
         """
         self._has_new_groups()
-        step, layout = self._step, self.layout
-        everything = everything or not self.is_due(step)
-        due = [name for name, scan in self._scans.items() if scan.every and (everything or scan.is_due(step))]
-        found = layout.tensors(due, kept, has_ranks=self._has_ranks)
-        self._pending = step, due, [one for one, _ in found]
+        device = self.layout.device
+        due = [name for name, scan in self._scans.items() if scan.every and (everything or scan.is_due(self._step))]
+        found = self.layout.tensors(due, kept, has_ranks=self._world is not None)
         rows = [
-            measured(largest, [tensor for one, tensor in found if not one.rule], layout.device),
-            measured(sums, [tensor for one, tensor in found if one.rule], layout.device),
-            measured(lengths, [tensor for one, tensor in found if one.is_weight], layout.device),
-            measured(depths, [tensor for one, tensor in found if one.rule], layout.device),
+            measured(largest, [tensor for _, tensor in found], device),
+            measured(lengths, [tensor for one, tensor in found if one.has_length], device),
+            measured(depths, [tensor for one, tensor in found if one.is_square], device),
         ]
-        if "replicas" in due:  # in four numbers that float32 holds exactly
-            together = digest((tensor for _, tensor in self._replicated()), layout.device)
-            rows.append(together.reshape(1).view(torch.int16).float())
-        return torch.cat(rows)
-
-    @torch.no_grad()
-    def digests(self) -> dict[str, int]:
-        """Return a digest of each replicated tensor, to find out which of them differ. Waits for the device."""
-        return {name: int(digest([tensor], self.layout.device)) for name, tensor in self._replicated()}
+        if "replicas" in due:  # in numbers that float32 holds exactly: where ranks agree, the largest are the smallest
+            parts = digest((tensor for _, tensor in self._replicated()), device).reshape(1).view(torch.int16).float()
+            rows += [parts, -parts]
+        mine = torch.cat(rows)
+        sent = Sent(mine if self._world is None else self._world.max(mine))
+        self._pending = _Pending(self._step, tick, due, [one for one, _ in found], mine, sent)
+        return mine
 
     def _replicated(self) -> Iterator[tuple[str, Tensor]]:
         """Weights, and moments of torch's optimizers: with the same gradients they stay the same."""
@@ -135,44 +143,44 @@ class Scans(protocols.Scans):
             if one.is_weight or (one.scan == "optimizer" and not one.is_free):
                 yield one.name, tensor
 
-    def judge(
-        self,
-        step: int,
-        tick: int,
-        values: Sequence[float],
-        least: Sequence[float] | None = None,
-        of_ranks: Callable[[], list[list[float]]] = list,
-    ) -> Anomaly | None:
-        """Judge the largest numbers of all ranks, and the `least`: of copies the largest hide zeroed moments.
-
-        `of_ranks` gathers the numbers of each rank, to name those with a finding.
-        """
-        (measured_at, due, watched), self._pending = self._pending, _NOTHING
-        if measured_at != step:
+    def judge(self) -> Anomaly | None:
+        """Judge what was measured."""
+        pending, self._pending = self._pending, None
+        if pending is None:
             return None
-        found, ranks = self._look(due, watched, values), tuple[int, ...]()
-        if least is not None and self._has_copies:
-            differ = "replicas" in due and values[-_PARTS:] != least[-_PARTS:]
-            found = {**self._look(due, watched, least), **found}
-            rows = of_ranks() if found or differ else []
-            hit = [rank for rank, own in enumerate(rows) if self._look(due, watched, own)]
+        step, due, values, ranks = pending.step, pending.due, pending.sent.read(), tuple[int, ...]()
+        found = self._look(pending, values)
+        if found and self._has_copies and self._world is not None:
+            rows = self._world.all_of(pending.mine.tolist())  # every rank comes, as all have read the same
+            hit = [rank for rank, row in enumerate(rows) if self._look(pending, row)]
             ranks = tuple(hit) if len(hit) < len(rows) else ()
-            if differ:
-                odd = odd_ones([tuple(own[-_PARTS:]) for own in rows])
-                evidence = fact("replicas_differ", ranks=[*odd], size=len(rows))
-                found["replicas"], ranks = Found(Signal.RANK_MISMATCH, evidence, acceptable=False), ranks or odd
+        if "replicas" in due and values[-2 * _PARTS : -_PARTS] != [-one for one in values[-_PARTS:]]:
+            found["replicas"] = Found(Signal.RANK_MISMATCH, acceptable=False)
         clean = {name: scan.clean_step for name, scan in self._scans.items()}
         for name in due:
-            self._scans[name].learn(step, _of(name, watched, values), found.get(name))
+            self._scans[name].learn(step, _of(name, pending.watched, values), found.get(name))
         damage = [name for name, one in found.items() if not self._is_on_purpose(step, clean[name], name, one)]
         if not damage:
             return None
         first = found[min(damage, key=lambda name: _FIRST.index(found[name].signal))]
-        return Anomaly(first.signal, step, tick, min(map(clean.__getitem__, damage)), first.evidence, ranks=ranks)
+        evidence = first.evidence
+        if first.signal is Signal.RANK_MISMATCH:
+            ranks, evidence = self._differ()
+        return Anomaly(first.signal, step, pending.tick, min(map(clean.__getitem__, damage)), evidence, ranks=ranks)
 
-    def _look(self, due: Sequence[str], watched: Sequence[Watched], values: Sequence[float]) -> dict[str, Found]:
-        found = {name: self._scans[name].look(_of(name, watched, values)) for name in due}
+    def _look(self, pending: _Pending, values: Sequence[float]) -> dict[str, Found]:
+        found = {name: self._scans[name].look(_of(name, pending.watched, values)) for name in pending.due}
         return {name: one for name, one in found.items() if one is not None}
+
+    @torch.no_grad()
+    def _differ(self) -> tuple[tuple[int, ...], Facts]:
+        """Find out which ranks have other weights or moments than most, and where. Waits for the device."""
+        assert self._world is not None
+        of_each = self._world.all_of({name: int(digest([one], self.layout.device)) for name, one in self._replicated()})
+        odd = odd_ones([tuple(one.items()) for one in of_each])
+        apart = [name for name in of_each[0] if len({one.get(name) for one in of_each}) > 1]
+        where = {"name": apart[0], "apart": len(apart), "count": len(of_each[0])} if apart else {}
+        return odd, fact("replicas_differ", ranks=[*odd], size=len(of_each), **where)
 
     def _is_on_purpose(self, step: int, clean: int, name: str, found: Found) -> bool:
         """Whether to accept a finding: it was declared, came again at the same step, or did at an earlier step."""
@@ -180,7 +188,7 @@ class Scans(protocols.Scans):
             return False
         is_jump = found.signal is Signal.WEIGHTS_JUMP
         if is_jump and any(clean - _AROUND <= declared <= step + _AROUND for declared in self.config.expect):
-            self.accepted = found, True
+            self.accepted = ()
             return True
         alike = Counter(at for at, one in self._found if found.is_like(one))
         often = _ONCE if is_jump else _OFTEN
@@ -192,7 +200,7 @@ class Scans(protocols.Scans):
         if not is_known:
             why = "taken for intended, like later ones there, since it came again after each rewind"
             log.info("note: step %d: %s: %s", step, why, say(found.evidence))
-            self.accepted = found, False
+            self.accepted = found.evidence
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,7 +208,7 @@ class Scans(protocols.Scans):
         return own | {name: scan.state_dict() for name, scan in self._scans.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._pending = _NOTHING
+        self._pending = None
         self._step = state["step"]
         for name, scan in self._scans.items():
             scan.load_state_dict(state[name])
@@ -212,11 +220,8 @@ class Scans(protocols.Scans):
 
 def _of(scan: str, watched: Sequence[Watched], values: Sequence[float]) -> Measured:
     """Return the numbers of what one scan looks at, from a vector of all."""
-    plain = sum(not one.rule for one in watched)
-    sizes, totals = iter(values[:plain]), iter(values[plain : len(watched)])
-    more = iter(values[len(watched) :])  # of weights, and of second moments, which follow them
-    numbers = [
-        Numbers(next(totals if one.rule else sizes), next(more) if one.is_weight or one.rule else 0.0)
-        for one in watched
-    ]
-    return [(one, each) for one, each in zip(watched, numbers, strict=True) if one.scan == scan]
+    rest = iter(values[len(watched) :])
+    lengths = [next(rest) if one.has_length else 0.0 for one in watched]
+    depths = [next(rest) if one.is_square else 0.0 for one in watched]
+    numbers = map(Numbers, values, lengths, depths)
+    return [(one, each) for one, each in zip(watched, numbers, strict=False) if one.scan == scan]

@@ -34,13 +34,10 @@ _LOUD = 100.0  # times the largest weight of the model
 _ROUNDING = 1 + 2**-8  # of second moments in bfloat16, in each update
 _TINY = 1e-30  # smaller moments of float32 have lost their precision
 _LEAST = 1e-3  # of statistics: those of a layer without input fade to nothing
-# Moments that cannot be negative, by torch's names for them. "fades": an update leaves at least a share of it,
-# `betas[1]` or the like; "never": it cannot shrink; "any": it may do either.
-SQUARES = {
-    **dict.fromkeys(("exp_avg_sq", "exp_inf", "square_avg", "acc_delta"), "fades"),
-    **dict.fromkeys(("sum", "max_exp_avg_sq"), "never"),
-    **dict.fromkeys(("row_var", "col_var", "variance"), "any"),
-}
+# Moments that cannot be negative, by torch's names for them. An update leaves at least a share of them, if their group
+# has one: `betas[1]` or the like.
+SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum", "row_var", "col_var"}
+SQUARES |= {"variance"}  # of vectors in Adafactor
 
 
 class Watched(NamedTuple):
@@ -48,13 +45,18 @@ class Watched(NamedTuple):
     name: str  # "exp_avg_sq of block.2.fc.weight"
     group: int | None = None  # the parameter group that it belongs to, counted over all optimizers
     is_weight: bool = False
-    rule: str = ""  # of a second moment
+    is_square: bool = False  # a second moment
     is_free: bool = False  # it may hold NaN or infinities on purpose, until it was finite once
+
+    @property
+    def has_length(self) -> bool:
+        return self.is_weight or self.is_square
 
 
 class Numbers(NamedTuple):
-    largest: float  # absolute value; of a second moment the sum
-    more: float = 0.0  # of a weight its L2 norm, of a second moment how far it goes below zero
+    largest: float  # absolute value
+    length: float = 0.0  # the L2 norm, of weights and second moments
+    depth: float = 0.0  # how far a second moment goes below zero
 
 
 Measured = Sequence[tuple[Watched, Numbers]]
@@ -62,7 +64,7 @@ Measured = Sequence[tuple[Watched, Numbers]]
 
 class Found(NamedTuple):
     signal: Signal
-    evidence: Facts  # one, with the name of a tensor or a layer
+    evidence: Facts = ()  # one, with the name of a tensor or a layer
     acceptable: bool = True  # it can be on purpose, as a weight that is not finite cannot
     size: float = 0.0  # of what is there now
 
@@ -114,19 +116,15 @@ class Path:
         is_pair = isinstance(betas, list | tuple) and len(betas) == 2
         share = betas[1] if is_pair else setting.get("alpha", setting.get("rho"))
         self.left *= share if isinstance(share, float | int) else 0.0
-        bound = self._bound(setting, norm)
-        if bound == _UNKNOWN:
-            self.momentum = -1.0
-        self.is_known &= all(map(isfinite, bound))
-        if self.is_known:
-            self.element, self.whole, self.decay = self.element + bound[0], self.whole + bound[1], self.decay + bound[2]
+        element, whole, decay = self._bound(setting, norm) if isinstance(setting.get("lr"), float | int) else _UNKNOWN
+        if not isfinite(element + whole + decay):
+            self.is_known, self.momentum = False, -1.0
+        elif self.is_known:
+            self.element, self.whole, self.decay = self.element + element, self.whole + whole, self.decay + decay
 
     def _bound(self, setting: Mapping[str, Any], norm: float | None) -> tuple[float, float, float]:
         """Return how far one update can move an element, and a tensor in L2 norm; and the share that decay takes."""
-        kind, lr, betas = self.kind, setting.get("lr", 1.0), setting.get("betas", ())
-        if not isinstance(lr, float | int):
-            return _UNKNOWN
-        lr = abs(lr)
+        kind, lr, betas = self.kind, abs(setting["lr"]), setting.get("betas", ())
         if kind in ("Adam", "AdamW") and all(isinstance(beta, float | int) for beta in betas):
             # Coupled decay is a gradient, which the bound covers.
             is_decoupled = kind == "AdamW" or setting.get("decoupled_weight_decay")
@@ -182,7 +180,9 @@ class Scan(PlainState):
 
     def look(self, measured: Measured) -> Found | None:
         """Return the worst that is wrong. NaN on one of several ranks arrives as inf: both are treated alike."""
-        bad = [(one.name, largest) for one, (largest, _) in measured if not isfinite(largest) and self._is_bound(one)]
+        bad = [
+            (one.name, largest) for one, (largest, _, _) in measured if not isfinite(largest) and self._is_bound(one)
+        ]
         if bad:
             (name, value), count = bad[0], len(measured)
             evidence = fact("not_finite", name=name, value=value, more=len(bad) - 1, count=count)
@@ -239,8 +239,8 @@ class Weights(Scan):
         if path is None or not path.is_known:
             huge = fact("weight_huge", name=one.name, before=before.largest, now=now.largest, largest=self._loudest)
             return now.largest / (_LOUD * self._loudest) if self._loudest else 0.0, huge
-        far = path.reach(*before)
-        for what, was, size, reach in zip(("max |w|", "norm"), before, now, far, strict=True):
+        far = path.reach(before.largest, before.length)
+        for what, was, size, reach in zip(("max |w|", "norm"), before[:2], now[:2], far, strict=True):
             moved, room = abs(size - was), self.config.margin * reach
             if isfinite(size) and moved > max(room, _REMARKABLE * was):
                 bound = was + room if size > was else max(was - room, 0.0)
@@ -256,22 +256,18 @@ class Moments(Scan):
     jumped = Signal.OPTIMIZER_RANGE
 
     def look(self, measured: Measured) -> Found | None:
-        if below := [(depth, one.name) for one, (_, depth) in measured if 0 < depth < inf]:
-            depth, name = max(below)
+        depth, name = max(((now.depth, one.name) for one, now in measured if now.depth < inf), default=(0.0, ""))
+        if depth > 0:
             return Found(self.jumped, fact("moment_negative", name=name, value=-depth), acceptable=False)
         return super().look(measured)
 
     def excess(self, one: Watched, before: Numbers, now: Numbers) -> tuple[float, Facts]:
-        if one.group is None or one.rule not in ("fades", "never"):
+        if one.group is None or not one.is_square:
             return 0.0, ()
         path = self.paths[one.group]
-        least = (
-            before.largest
-            * (1.0 if one.rule == "never" else path.left)
-            / (self.config.margin * _ROUNDING**path.updates)
-        )
-        sizes = {"before": before.largest, "now": now.largest, "least": least}
-        excess = least / now.largest if now.largest else inf
+        least = before.length * path.left / (self.config.margin * _ROUNDING**path.updates)
+        sizes = {"before": before.length, "now": now.length, "least": least}
+        excess = least / now.length if now.length else inf
         return excess if least > _TINY else 0.0, fact("moments_shrank", name=one.name, updates=path.updates, **sizes)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,14 +33,13 @@ from resilient_train.extensions.trials.arithmetic import (
     Arm,
     NoProgress,
     NoProgressConfig,
+    beats,
     best_arm,
     cost_of,
-    fastest,
-    holds,
     is_ahead,
+    is_lower,
+    is_near,
     learns,
-    may_win,
-    on_its_way,
     table,
 )
 from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line, unusable
@@ -62,7 +61,6 @@ from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_out_of_memory
 
 _TRIABLE = ("tighten_clip", "limit_update")  # not lower_lr, which nearly always looks better for a while
-_FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
 _LONGEST_RACE = 48  # updates of an arm in a short run
 _USUAL_INTERVAL = 25  # updates between two snapshots
 _STRONG_DECAY = 0.25  # which may take the weights away before they learn: with usual ones they learn faster
@@ -71,15 +69,6 @@ _VANISHED = 0.5  # of the norm of the weights: in healthy runs it grows
 
 class TrialStopped(Exception):
     """A trial cannot take place, or not be completed: then nothing has happened."""
-
-
-class Faster(NamedTuple):
-    """A lower rate that overtook the run, or a lower decay where the weights vanish."""
-
-    since: int  # the step from which it did
-    cut: Action
-    tried: tuple[Tried, ...] = ()
-    left: float = 1.0  # of the norm of the weights
 
 
 def _arms(key: str, nodes: Any) -> tuple[tuple[Action, ...], ...]:
@@ -114,7 +103,7 @@ class Trial(Remedy):
         run.extension(Trials).apply_best(self.of, self.steps)
 
 
-class Trials(Extension):
+class Trials(Extension, Hook):
     """Tries remedies in a run whose updates can be made without its loop. All arms are judged on the same later
     samples, on which none of them was trained.
     """
@@ -134,16 +123,51 @@ class Trials(Extension):
         self._is_possible = run.backend.objective is not None and run.samples.rows > 0 and not run.samples.is_fed
         run.effects.append(Effect("trials", self.state_dict, self.load_state_dict))
         if self._is_possible and run.policy.rates and not run.policy.observe:
-            run.hooks.insert(0, RateSearch(run, self, self.no_progress))
+            run.hooks.insert(0, self)
+
+    def before_update(self) -> None:
+        """Where the loss stands, look for a lower rate, and continue from where it does better. Not while an incident
+        is open, nor around a declared change.
+        """
+        run, check = self._parts, self.no_progress
+        step, checks, started, before = run.clock.step, run.checks, time.perf_counter(), self.updates
+        if checks.episode.is_open or step in checks.declared:
+            return
+        if not check.asks(step, lambda: travelled(run.ring, run.world.least)) or not run.settle():
+            return
+        found = self._race()
+        was_tried = self.updates > before
+        check.tried(step, is_tried=was_tried or found is not None)
+        if found is None:
+            if was_tried:
+                run.controls.note()
+            return
+        since, cut, tried = found
+        checks.require_recovery(step, step)
+        if checks.episode.is_open:
+            run.ring.keep_reference()
+        anomaly = Anomaly(Signal.NO_PROGRESS, step, run.clock.tick, since, check.evidence)
+        run.keeper.distrust(since)
+        decision = Decision((Action("rewind"), cut), rung=OUTSIDE)
+        is_rate = cut.remedy == "lower_lr"
+        diagnosis = by_signal(anomaly) if is_rate else Diagnosis(Cause.OPTIMIZER, fact("decays_fast"))
+        incident = replace(run.incident_log.open(anomaly, diagnosis, decision), tried=tried)
+        run.recovery.carry_out(incident, (0, 0), started)
 
     def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
         return {"trial_updates": self.left()}
 
     def apply_best(self, arms: Sequence[Sequence[Action]], steps: int) -> None:
-        """Make `steps` updates with each of several remedies, on the same samples, and apply those that did best."""
-        controls, each = self._parts.controls, self._parts.samples.slicing.samples
-        start, stop = controls.suspects
-        best, tried = self.best_of(arms, steps, max(stop - start, 0) + steps * each)
+        """Make `steps` updates with each of several remedies, on the same samples, and apply those that did best, the
+        first ones without a trial.
+        """
+        controls, (start, stop) = self._parts.controls, self._parts.controls.suspects
+        best, tried = arms[0], tuple[Tried, ...]()
+        with suppress(TrialStopped), self._trial():
+            before = self._begin(max(stop - start, 0) + steps * self._parts.samples.slicing.samples)
+            results = [self._run(arm, steps).risen_from(before) for arm in arms]
+            place = best_arm(results)
+            best, tried = arms[place], table(results, results[place])
         incident = controls.incident
         decision = replace(incident.decision, actions=(*incident.decision.actions, *best))
         controls.incident = replace(incident, decision=decision, tried=tried or incident.tried)
@@ -164,97 +188,60 @@ class Trials(Extension):
         known = state or {"updates": 0, "in_vain": False}
         self.updates, self.raced_in_vain = int(known["updates"]), bool(known["in_vain"])
 
-    def best_of(
-        self, arms: Sequence[Sequence[Action]], steps: int, passed: int
-    ) -> tuple[Sequence[Action], tuple[Tried, ...]]:
-        """Make `steps` updates with each arm, judged on what follows the next `passed` samples; return the best, and
-        how all went. Without a trial that is the first.
-        """
-        with suppress(TrialStopped), self._trial():
-            self._fetch_judged(passed)
-            before, again = self._run((), 0), self._run((), 0)
-            if not before.equals(again):
-                log.debug("nothing is tried: the losses of later updates cannot be reproduced")
-                raise TrialStopped
-            results = [self._run(arm, steps).risen_from(before) for arm in arms]
-            best = best_arm(results)
-            return arms[best], table(results, best)
-        return arms[0], ()
-
-    def race(self) -> Faster | None:
+    def _race(self) -> tuple[int, Action, tuple[Tried, ...]] | None:
         """Try lower rates from the oldest verified state: does one overtake the run, with half its updates or fewer?
 
         Cut at the present state, a rate looks better for a while even where it was right; in this comparison it looks
-        worse. The winner also has to beat the present rate from that state: some losses grow with training, whatever
-        the rate. If it does not by more than age explains, it is made as old as the run, and has to be far below it.
+        worse. It also has to beat the present rate from that state, as some losses grow with training, whatever the
+        rate. If none does, the one that came nearest is made as old as the run, and has to be far below it. Returns the
+        step, what was changed there, and how all went.
         """
         parts, step, first = self._parts, self._parts.clock.step, self.no_progress.first
         left, verified = self.left(in_vain=self.raced_in_vain), parts.ring.verified_until(step)
         steps = min(step // 2, max(_LONGEST_RACE, left // 6))  # in a long run all rates may be tried for longer
-        if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(1, JUDGED):
+        if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(0, 2 * JUDGED):
             return None
-        since, made = verified[-1], parts.updates.next_after(verified[-1].step)
-        decays = [float(group.get("weight_decay") or 0.0) for group in parts.updater.groups()]
-        left_of_weights = shrunk_since(parts.ring, since, parts.world.least) if max(decays) >= _STRONG_DECAY else 1.0
-        if left_of_weights < _VANISHED:
-            return Faster(since.step, Action("lower_decay", {"factor": 0.0}), left=left_of_weights)
-        recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
-        if recorded is None:
-            return None
+        since = verified[-1]
+        decay = max(float(group.get("weight_decay") or 0.0) for group in parts.updater.groups())
+        if decay >= _STRONG_DECAY and shrunk_since(parts.ring, since, parts.world.least) < _VANISHED:
+            return since.step, Action("lower_decay", {"factor": 0.0}), ()
+        highest, *rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in parts.policy.rates]
         with suppress(TrialStopped), self._trial(lifts_limits=True):
-            if not self._reproduces(recorded, since):
+            now, arms, control = self._begin(), list[Arm](), None
+
+            def add_arms(*cuts: Action) -> None:
+                for cut in cuts:
+                    if left - self._cost >= 2 * cost_of(steps, JUDGED):  # one more for the control
+                        arms.append(self._run((cut,), steps, since))
+
+            is_thrown = now.loss - first > 2 * abs(first)  # then any rate that is low enough does better
+            add_arms(highest, *(rates if is_thrown else ()))
+            if any(is_lower(arm, now) for arm in arms):
+                control = self._run((), steps, since)
+                if not is_thrown and any(beats(arm, control, now, first) for arm in arms):
+                    add_arms(*rates)
+            winners = [arm for arm in arms if control is not None and beats(arm, control, now, first)]
+            nearest = min(arms, key=lambda arm: arm.loss)
+            longer = min(step - since.step, left - self._cost - cost_of(0, JUDGED))
+            if not winners and longer > steps and is_near(nearest, now, first):
+                grown = self._run(nearest.actions, longer, since)
+                arms[arms.index(nearest)] = grown
+                winners = [grown] if is_ahead(grown, now, first) else []
+            if winners:
+                winners.sort(key=lambda arm: -arm.cut)
+                won = winners[best_arm(winners)]
+                shown = [now, *arms] if control is None else [now, *arms, replace(control, actions=(Action("rewind"),))]
+                return since.step, won.actions[0], table(shown, won)
+            # Arms that were as short as the run is young have not shown all: look again later.
+            if steps >= _LONGEST_RACE or learns(now, first):
+                self.raced_in_vain = True
                 log.debug(
-                    "no lower rates are tried: the loss of update %d cannot be reproduced: the data or the program "
-                    "changes with each call (does __getitem__ change rows in place?)",
-                    since.step + 1,
+                    "%s; lower rates were tried, and the current one is fine: x%.3g came to %.4g, where the run is at "
+                    "%.4g; that took %s, not part of the run's",
+                    *(say(self.no_progress.evidence), nearest.cut, nearest.loss, now.loss),
+                    counted(self._cost, "update"),
                 )
-                self.no_progress.stop()
-                return None
-            self._fetch_judged()
-
-            def is_left(updates: int, arms: int = 1) -> bool:
-                return left - self._cost >= arms * cost_of(updates, JUDGED)
-
-            arms = [now := self._run((), 0)]
-            rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in self._parts.policy.rates]
-            while rates and not fastest(arms) and is_left(steps, 2) and may_win(arms, first):
-                arms.append(self._run((rates.pop(0),), steps, since))
-            slow, longer = on_its_way(arms, first), min(step // 2, 2 * steps)
-            if not fastest(arms) and slow and longer > steps and is_left(longer, 2):
-                steps = longer
-                arms[slow] = self._run(arms[slow].actions, steps, since)
-            if not (best := fastest(arms)):
-                # Arms that were as short as the run is young have not shown all: look again later.
-                if steps >= _LONGEST_RACE or (learns(now, first) and not slow):
-                    self._end_in_vain(arms)
-                return None
-            control_arm = self._run((), steps, since)
-            if is_held := holds(arms[best], control_arm, now, first):
-                while rates and is_left(steps):
-                    arms.append(self._run((rates.pop(0),), steps, since))
-                refined = fastest(arms)
-                best = refined if holds(arms[refined], control_arm, now, first) else best
-            elif is_left(age := step - since.step):
-                # The run has risen since it was as old as that: does the lower rate, when it is as old as the run?
-                arms[best] = self._run(arms[best].actions, age, since)
-                is_held = is_ahead(arms[best], now, first)
-            if not is_held:
-                self._end_in_vain(arms)
-                return None
-            arms.append(replace(control_arm, actions=(Action("rewind"),)))
-            return Faster(since.step, arms[best].actions[0], table(arms, best))
-        return None  # it was stopped
-
-    def _end_in_vain(self, arms: Sequence[Arm]) -> None:
-        """Note that no lower rate did better; the first of the arms is the run as it is."""
-        self.raced_in_vain = True
-        lowest = min(arms[1:], key=lambda arm: arm.loss)
-        log.debug(
-            "%s; lower rates were tried, and the current one is fine: x%.3g came to %.4g, where the run is at %.4g; "
-            "that took %s, not part of the run's",
-            *(say(self.no_progress.evidence), lowest.cut, lowest.loss, arms[0].loss),
-            counted(self._cost, "update"),
-        )
+        return None  # it was stopped, or in vain
 
     @contextmanager
     def _trial(self, *, lifts_limits: bool = False) -> Iterator[None]:
@@ -285,23 +272,27 @@ class Trials(Extension):
     def _cost(self) -> int:
         return cost_of(self._made, self._forwards)
 
-    def _reproduces(self, loss: float, since: Snapshot) -> bool:
-        """Say whether the update after a snapshot has its `loss` again: else the program keeps state of its own."""
-        parts = self._parts
-        self._go_back(since)
-        try:
-            again = self._computed(self._parts.marks.take())
-        except Exception as error:
-            if isinstance(error, TrainError) or parts.world.size > 1:
-                raise
-            return False
-        finally:
-            parts.updater.drop_gradients()
-            self._made += 1
-            self._go_back()
-        if parts.world.size == 1:
-            return float(again) == loss
-        return math.isclose(float(parts.world.mean(again)), loss, rel_tol=1e-6)  # summed up in another order
+    def _begin(self, passed: int = 0) -> Arm:
+        """Fetch the samples that judge all arms, after all that train any, `passed` more; leave out updates that cannot
+        be fetched. Return how the run as it is does there.
+        """
+        samples, each = self._parts.samples, self._parts.samples.slicing.samples
+        after = max(samples.next_start, samples.position) + passed + each
+        starts = samples.starts(after, (JUDGED + 1) * each)[:JUDGED]
+        fetched: dict[int, list[Any]] = {}
+        for start in starts:
+            with suppress(Exception):
+                fetched[start] = [samples.collated(keys) for keys in samples.keys_at(start)]
+        by_rank = self._parts.world.all_of([*fetched])
+        self._judged = {start: fetched[start] for start in starts if all(start in one for one in by_rank)}
+        if len(self._judged) < JUDGED // 2:
+            log.debug("no trial: too many of the later rows that would judge it cannot be fetched")
+            raise TrialStopped
+        now = self._run((), 0)
+        if not now.equals(self._run((), 0)):
+            log.debug("no trial: the losses of later updates cannot be reproduced: the program keeps state of its own")
+            raise TrialStopped
+        return now
 
     def _run(self, actions: Sequence[Action], steps: int, since: Snapshot | None = None) -> Arm:
         """Make `steps` updates with some remedies, from the state at hand, or from that of a snapshot."""
@@ -326,22 +317,6 @@ class Trials(Extension):
             self._parts.controls.effects.undo_to(before)
         return Arm(tuple(actions), anomalies, losses)
 
-    def _fetch_judged(self, passed: int = 0) -> None:
-        """Fetch the samples that judge all arms, after all that train any; leave out updates that cannot be fetched."""
-        samples = self._parts.samples
-        each = samples.slicing.samples
-        after = max(samples.next_start, samples.position) + passed + each
-        starts = samples.starts(after, (JUDGED + 1) * each)[:JUDGED]
-        fetched: dict[int, list[Any]] = {}
-        for start in starts:
-            with suppress(Exception):
-                fetched[start] = [samples.collated(keys) for keys in samples.keys_at(start)]
-        by_rank = self._parts.world.all_of([*fetched])
-        self._judged = {start: fetched[start] for start in starts if all(start in one for one in by_rank)}
-        if len(self._judged) < JUDGED // 2:
-            log.debug("no trial: too many of the later rows that would judge it cannot be fetched")
-            raise TrialStopped
-
     def _computed(self, mark: Mark) -> torch.Tensor:
         """Run forward and backward of the next update as in training; return the loss, NaN if something raised."""
         run, losses = self._parts, []
@@ -356,7 +331,7 @@ class Trials(Extension):
                 try:
                     loss, _ = run.backend.compute(run.world.on_device(batch))
                 except Exception as error:
-                    if run.world.size == 1 or is_out_of_memory(error):
+                    if is_out_of_memory(error):
                         raise
                     instead = next(filter(None, (one.loss_instead(error, [begun]) for one in run.on_error)), None)
                     if not isinstance(instead, tuple):
@@ -396,7 +371,7 @@ class Trials(Extension):
         is_sharded = parts.state.is_sharded  # before a forward, which may leave no weight sharded
         assert made_by.objective is not None
         for start, batches in self._judged.items():
-            made, trouble = [], 0
+            made, has_ended = [], parts.stop()
             try:
                 parts.seeds.for_update(start)
                 for batch in batches:
@@ -409,51 +384,14 @@ class Trials(Extension):
             except Exception as error:
                 if parts.world.size == 1 or is_sharded:  # there other ranks are inside of this forward
                     raise
-                trouble = _ENDS if is_out_of_memory(error) else _FAILED
+                has_ended = True
                 log.debug("an arm of a trial failed: %s", in_one_line(error))
             self._forwards += 1
             parts.beat()
-            if (agreed := -parts.world.least(-float(_ENDS if self._parts.stop() else trouble))) >= _ENDS:
+            if parts.world.least(-float(has_ended)) < 0:
                 raise TrialStopped
-            losses.append(torch.full((), math.inf, device=parts.world.device) if agreed else mean(made))
+            losses.append(mean(made))
         return tuple(parts.world.mean(torch.stack(losses)).tolist())
-
-
-class RateSearch(Hook):
-    def __init__(self, run: Run, trials: Trials, check: NoProgress) -> None:
-        self._run, self._trials, self._check = run, trials, check
-
-    def before_update(self) -> None:
-        """Look where the loss stands; not while an incident is open, nor around a declared change."""
-        step, checks = self._run.clock.step, self._run.checks
-        if checks.episode.is_open or step in checks.declared:
-            return
-        if self._check.asks(step, self._travelled) and self._run.settle():
-            self.search()
-
-    def _travelled(self) -> float:
-        return travelled(self._run.ring, self._run.world.least)
-
-    def search(self) -> None:
-        run, trials, check, log = self._run, self._trials, self._check, self._run.incident_log
-        step, started, before = run.clock.step, time.perf_counter(), trials.updates
-        found = trials.race()
-        was_tried = trials.updates > before
-        check.tried(step, is_tried=was_tried or found is not None)
-        if found is None:
-            if was_tried:
-                run.controls.note()
-            return
-        run.checks.require_recovery(step, step)
-        if run.checks.episode.is_open:
-            run.ring.keep_reference()
-        fell = fact("weights_fell", share=found.left) if found.left < 1 else ()
-        anomaly = Anomaly(Signal.NO_PROGRESS, step, run.clock.tick, found.since, check.evidence + fell)
-        run.keeper.distrust(found.since)
-        decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
-        diagnosis = by_signal(anomaly) if found.left == 1 else Diagnosis(Cause.OPTIMIZER, fact("decays_fast"))
-        incident = replace(log.open(anomaly, diagnosis, decision), tried=found.tried)
-        run.recovery.carry_out(incident, (0, 0), started)
 
 
 def _square(weight: torch.Tensor) -> float:

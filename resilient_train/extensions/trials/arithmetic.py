@@ -86,11 +86,8 @@ class NoProgress(Check):
         if self.next_look < _NEVER:
             self.next_look = 2 * step if is_tried else step + self.config.every
 
-    def stop(self) -> None:
-        self.next_look = _NEVER
-
     def more_is_trained(self) -> None:
-        self.stop()  # the beginning is no measure any more
+        self.next_look = _NEVER  # the beginning is no measure any more
 
     def forget(self, limit: float = inf) -> None:
         self._losses.clear()
@@ -100,8 +97,7 @@ class NoProgress(Check):
 JUDGED = 16  # later updates whose losses are compared
 _NOISE = 2.0  # standard errors of a mean difference
 _NEARLY_ALL, _ENOUGH = 15 / 16, 8  # of the losses that are compared, and so many at least
-_BEHIND = 0.1  # of the way that the run has come
-_SLOWER = 0.4  # the same, of an arm that is tried for longer: it had half of the updates or fewer
+_BEHIND = 0.4  # of the way that the run has come: an arm had half of the updates or fewer
 _RISEN = 0.2  # of the loss
 _FAR = 0.4  # of the loss: at the same age, noise and a falling rate explain less
 _LEARNED = 0.1  # of the first loss
@@ -132,8 +128,8 @@ class Arm:
         return replace(self, anomalies=self.anomalies + is_lower(before, self, _RISEN))
 
 
-def table(arms: Sequence[Arm], won: int) -> tuple[Tried, ...]:
-    return tuple(Tried(one.actions, one.anomalies, one.loss, place == won) for place, one in enumerate(arms))
+def table(arms: Sequence[Arm], won: Arm) -> tuple[Tried, ...]:
+    return tuple(Tried(one.actions, one.anomalies, one.loss, one is won) for one in arms)
 
 
 def best_arm(arms: Sequence[Arm]) -> int:
@@ -143,26 +139,15 @@ def best_arm(arms: Sequence[Arm]) -> int:
     return next((one for one in left if not any(is_lower(arms[place], arms[one]) for place in left)), left[0])
 
 
-def fastest(arms: Sequence[Arm]) -> int:
-    """Return the place of the lowest loss, of equals the highest rate; 0, the arm left as it is, if none is ahead."""
-    least = min(one.anomalies for one in arms)
-    ahead = [place for place, one in enumerate(arms) if one.anomalies == least and is_lower(one, arms[0])]
-    best = min(ahead, key=lambda place: arms[place].loss, default=0)
-    close = [place for place in ahead if not is_lower(arms[best], arms[place])]
-    return max(close, key=lambda place: arms[place].cut, default=0)
-
-
-def holds(arm: Arm, control: Arm, now: Arm, first: float) -> bool:
-    """Say whether a lower rate also beats the present one, which made as many updates from the same state: `control`.
+def beats(arm: Arm, control: Arm, now: Arm, first: float) -> bool:
+    """Say whether a lower rate beats the run, and the present rate that made as many updates from the same state.
 
     Where a loss grows with training, younger states look better than `now`: it has to gain more, unless none learned.
     """
-    if arm.anomalies > control.anomalies or not is_lower(arm, control) or not learns(arm, first):
+    if arm.anomalies or not (is_lower(arm, now) and is_lower(arm, control) and learns(arm, first)):
         return False
-    if not learns(control, first):
-        return True
     by_age = now.loss - control.loss if isfinite(now.loss) else 0.0
-    return control.loss - arm.loss > by_age
+    return not learns(control, first) or control.loss - arm.loss > by_age
 
 
 def is_ahead(arm: Arm, now: Arm, first: float) -> bool:
@@ -181,19 +166,9 @@ def cost_of(updates: int, forwards: int) -> int:
     return updates + ceil(forwards / 3)
 
 
-def may_win(arms: Sequence[Arm], first: float) -> bool:
-    """Say whether to try more where none is ahead: the first rate nearly is, or the loss is far above the `first`."""
-    now = arms[0].loss
-    is_thrown = now - first > 2 * abs(first)  # then any rate that is low enough does better
-    if len(arms) < 2 or is_thrown:
-        return True
-    return len(arms) == 2 and arms[1].loss <= now + _BEHIND * max(0.0, first - now)
-
-
-def on_its_way(arms: Sequence[Arm], first: float) -> int:
-    """Return the place of the best of the lower rates if it came most of the way from the `first` loss; else 0."""
-    best = min(range(1, len(arms)), key=lambda place: arms[place].loss, default=0)
-    return best if best and arms[best].loss <= arms[0].loss + _SLOWER * max(0.0, first - arms[0].loss) else 0
+def is_near(arm: Arm, now: Arm, first: float) -> bool:
+    """Say whether an arm came most of the way from the `first` loss that the run has come."""
+    return arm.loss <= now.loss + _BEHIND * max(0.0, first - now.loss)
 
 
 def is_lower(arm: Arm, other: Arm, share: float = _LEAST_GAIN) -> bool:
