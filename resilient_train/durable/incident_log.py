@@ -34,8 +34,7 @@ class IncidentLog:
         self._journal = None if directory is None else Journal(directory / JOURNAL)
         self.run_history = RunHistory(self._journal.entries if self._journal else (), self._journal)
         self.ongoing: set[int] = set()  # incidents that healthy updates do not close
-        self._observed = 0  # the incident that further anomalies count into
-        self._anomalous_step = 0  # the newest of them
+        self._anomalous_step = 0  # the newest that an observed incident has counted
         # The process ended before it did what was decided.
         undone = [one for one in self.open_incidents if self.run_history.chapters[one.id].treated_ms is None]
         self.run_history.adopt(replace(one, decision=replace(one.decision, actions=())) for one in undone)
@@ -144,10 +143,10 @@ class IncidentLog:
 
     def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool) -> None:
         """Close what has recovered; while `loss_is_off` its reference, incidents that left damage stay open."""
-        if self.is_observing and step >= self._anomalous_step + recovered_after:
-            self.end_observed()
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
+            if one.is_observed:
+                reached = max(reached, self._anomalous_step)
             is_over = step >= reached + recovered_after and one.id not in self.ongoing
             if is_over and not (loss_is_off and one.left_damage):
                 self.close(one, Outcome.RECOVERED, healthy_steps=recovered_after)
@@ -156,32 +155,25 @@ class IncidentLog:
 
     @property
     def is_observing(self) -> bool:
-        return self._observed > 0
+        return any(one.is_observed for one in self.open_incidents)
 
     def observe(self, incident: Incident, step: int) -> None:
-        self._observed, self._anomalous_step = incident.id, step
-        self.record_treatment(incident, ongoing=True)
+        self._anomalous_step = step
+        self.record_treatment(incident)
 
     def resume_observed(self, step: int) -> None:
         """Continue with an incident that the process before has only observed."""
-        for one in self.open_incidents:
-            if one.is_observed:
-                self._observed, self._anomalous_step = one.id, step
-                self.ongoing.add(one.id)
+        self._anomalous_step = step
 
     def counts_on(self, step: int) -> bool:
         """Count an anomalous update into the incident, and write down each doubling; False if there is none."""
-        if self.is_observing and step > self._anomalous_step:
-            self._anomalous_step, incident = step, self.run_history.open[self._observed]
-            incident = replace(incident, further=incident.further + 1)
+        incident = next((one for one in self.open_incidents if one.is_observed), None)
+        if incident is not None and step > self._anomalous_step:
+            self._anomalous_step, incident = step, replace(incident, further=incident.further + 1)
             self.run_history.adopt([incident])
             if _log_doubling(incident, step):
                 self.update(incident)
-        return self.is_observing
-
-    def end_observed(self) -> None:
-        self.ongoing.discard(self._observed)
-        self._observed = 0
+        return incident is not None
 
     def continued(self, signal: Signal, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
         """Return the newest incident if it is open, and the same happened again and is only skipped again.
