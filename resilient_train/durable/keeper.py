@@ -56,6 +56,7 @@ class CheckpointKeeper:
         self.previous_samples_per_update = 0  # as in ResumePlan
         # Ticks and steps of the newest verified checkpoints that were begun, the newest last; all ranks have the same.
         self._begun: list[tuple[int, int]] = []
+        self._due_at_once = (-config.every, 0)  # in place of those that were demoted, or a candidate
         self.is_verified = True  # the state that the run was resumed from
         self._is_failing = False
         self._saving_incident = 0  # number of the newest one about checkpoints that cannot be saved
@@ -117,10 +118,8 @@ class CheckpointKeeper:
             self.wait()
         for one in self.further:
             one.distrust(since)
-        trusted = [one for one in self._begun if one[1] <= since]
-        if self._begun and not trusted:
-            trusted = [(-self._config.every, 0)]  # so that one is due at once
-        self._begun = trusted
+        if self._begun:
+            self._begun = [one for one in self._begun if one[1] <= since] or [self._due_at_once]
         try:
             if self._commits:
                 self._store.demote(since)
@@ -244,8 +243,8 @@ class CheckpointKeeper:
         is_own = entry.path.parent == self._store.path
         # On ranks that write nothing, too: all take the same snapshots.
         self.is_verified = entry.kind != CANDIDATE
-        is_saved = is_own and self.is_verified  # else one is due as soon as there is a verified state
-        self._begun = [(max(tick, self._parts.clock.tick), self._parts.clock.step)] if is_saved else []
+        begun = (max(tick, self._parts.clock.tick), self._parts.clock.step) if self.is_verified else self._due_at_once
+        self._begun = [begun] if is_own else []
 
     def _path_of(self, snapshot: Snapshot) -> Path | None:
         """Return the path of a checkpoint that is as new."""

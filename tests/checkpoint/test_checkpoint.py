@@ -169,18 +169,39 @@ class _Position:
     def load_state_dict(self, state: Any) -> None: ...
 
 
+def made(kind: str = "AdamW") -> tuple[torch.nn.Module, torch.optim.Optimizer, RunState]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    return model, optimizer, RunState(model, [optimizer], [], _Position(), Clock(), device=CPU)
+
+
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Rprop"])
 def test_the_state_of_the_run_itself_always_fits(kind: str) -> None:
     """Before the first update a run has no moments yet, and those of a checkpoint fit all the same."""
-
-    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer, RunState]:
-        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
-        return model, optimizer, RunState(model, [optimizer], [], _Position(), Clock(), device=CPU)
-
-    model, optimizer, old = made()
+    model, optimizer, old = made(kind)
     model(torch.randn(4, 3)).square().mean().backward()
     optimizer.step()
-    _, _, fresh = made()
+    _, _, fresh = made(kind)
     assert explain_mismatch(fresh.live(), old.live()) == ""
     assert explain_mismatch(old.live(), fresh.live()) == ""
+
+
+def with_group(optimizer: dict[str, Any]) -> dict[str, Any]:
+    return {**optimizer, "groups": [*optimizer["groups"], {}]}
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (lambda parts: {"weights": parts["weights"] | {"0.weight": torch.zeros(3)}}, "0.weight is torch.float32 [3] "),
+        (lambda parts: {"kept.other": 1}, "kept.other is a part there and missing here"),
+        (lambda parts: {"optimizer.0": with_group(parts["optimizer.0"])}, "it has 2 parameter groups there and 1 here"),
+        (lambda parts: {"optimizer.0": {"x": 1}}, "it does not have the structure of a state"),
+    ],
+)
+def test_the_state_of_another_run_does_not_fit(other: Any, why: str) -> None:
+    """It is refused in one line before anything of it is taken."""
+    live = made()[2].live()
+    said = explain_mismatch(live, live | other(live))
+    assert said.startswith(why)
+    assert "\n" not in said

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import SAVING, command, train
+from command import command, train
 from forged_checkpoints import CPU, write
 from kills import incidents, summary
 
@@ -165,15 +165,11 @@ def test_without_one_that_verifies_a_run_says_so_and_stops(copied: Path, run_com
     assert "they are gone" in outcome.stdout + outcome.stderr
 
 
-def demote_all(run_dir: Path) -> None:
-    Store(run_dir).demote(0)
-
-
 def test_where_every_checkpoint_is_demoted_a_run_begins_again(
     copied: Path, run_command: command, unharmed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Who restarts it need do nothing; it says so, and ends as it would have without them."""
-    demote_all(copied)
+    Store(copied).demote(0)
     assert checkpoints.main([str(copied)]) == 0
     assert "a resume would begin at step 0: " in capsys.readouterr().out
     outcome = train(run_command, copied, 40)
@@ -181,17 +177,6 @@ def test_where_every_checkpoint_is_demoted_a_run_begins_again(
     assert f"every checkpoint in {copied}/checkpoints was demoted" in outcome.stdout
     assert "no checkpoint yet" not in outcome.stdout
     assert outcome.summary(copied)["weights_sha256"] == unharmed
-
-
-def test_a_run_that_began_from_another_begins_there_again(copied: Path, run_command: command) -> None:
-    """It was never at a step 0 of its own."""
-    more, own = copied.with_name("more"), [*SAVING, "run.steps=40", f"run.dir={copied.with_name('more')}"]
-    named = f"run.resume={copied}"
-    assert run_command([*own, named]).code == 0
-    demote_all(more)
-    again = run_command([*own, "run.steps=50", named])
-    assert again.code == 0, again.stderr
-    assert "resumes from step 30" in again.stdout
 
 
 def test_damage_is_told_where_ticks_were_lost(tmp_path: Path) -> None:
