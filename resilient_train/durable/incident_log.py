@@ -33,7 +33,7 @@ class IncidentLog:
         self._file = None if directory is None else directory / INCIDENTS
         self._journal = None if directory is None else Journal(directory / JOURNAL)
         self.run_history = RunHistory(self._journal.entries if self._journal else (), self._journal)
-        self.ongoing: set[int] = set()  # incidents that healthy updates do not close
+        self.ongoing = 0  # number of the incident that healthy updates do not close: checkpoints cannot be saved
         self._anomalous_step = 0  # the newest that an observed incident has counted
         # The process ended before it did what was decided.
         undone = [one for one in self.open_incidents if self.run_history.chapters[one.id].treated_ms is None]
@@ -91,13 +91,12 @@ class IncidentLog:
         decision: Decision,
         *,
         effects: _Effects = None,
-        ongoing: bool = False,
         **done: Any,
     ) -> Incident:
         """Add an incident about which something was done already: `done` are its fields that say what."""
         number = self._number(kind_of(anomaly.signal, diagnosis), anomaly.step, decision)
         incident = Incident(number, anomaly, diagnosis, decision, **done)
-        self.record_treatment(incident, effects=effects, ongoing=ongoing)
+        self.record_treatment(incident, effects=effects)
         return incident
 
     def _number(self, kind: tuple[object, ...], step: int, decision: Decision, *, is_off: bool = False) -> int:
@@ -116,11 +115,9 @@ class IncidentLog:
     def add(self, incident: Incident, effects: _Effects = None) -> None:
         self.run_history.note(OPENED, incident=incident, effects=effects)
 
-    def record_treatment(self, incident: Incident, *, effects: _Effects = None, ongoing: bool = False) -> None:
-        """Record what was done about an incident, which may be an `ongoing` one."""
+    def record_treatment(self, incident: Incident, *, effects: _Effects = None) -> None:
+        """Record what was done about an incident."""
         self.run_history.note(TREATED, incident=incident, effects=effects)
-        if ongoing:
-            self.ongoing.add(incident.id)
         log.warning("%s", describe(incident))
 
     def update(self, incident: Incident) -> None:
@@ -147,7 +144,7 @@ class IncidentLog:
             reached = one.last_step - (not one.anomaly.landed)
             if one.is_observed:
                 reached = max(reached, self._anomalous_step)
-            is_over = step >= reached + recovered_after and one.id not in self.ongoing
+            is_over = step >= reached + recovered_after and one.id != self.ongoing
             if is_over and not (loss_is_off and one.left_damage):
                 self.close(one, Outcome.RECOVERED, healthy_steps=recovered_after)
 
@@ -207,15 +204,15 @@ class IncidentLog:
             was = before.get(one.kind)
             is_again = bool(one.again) or (is_skip and was is Outcome.RECURRED)
             has_recurred = is_again and healthy_since is not None and reached > healthy_since
-            if one.id not in self.ongoing:
+            if one.id != self.ongoing:
                 over = Outcome.RECURRED if has_recurred else Outcome.RECOVERED
                 self.close(one, outcome if one.left_damage else over)
 
     def close_ongoing(self, number: int) -> None:
         """Close an incident as the run ends, if it is open: as unrecovered if it is ongoing."""
         if (incident := self.run_history.open.get(number)) is not None:
-            self.close(incident, Outcome.UNRECOVERED if number in self.ongoing else Outcome.RECOVERED)
-        self.ongoing.discard(number)
+            self.close(incident, Outcome.UNRECOVERED if number == self.ongoing else Outcome.RECOVERED)
+        self.ongoing = 0
 
     # The files.
 

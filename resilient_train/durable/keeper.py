@@ -58,7 +58,6 @@ class CheckpointKeeper:
         self._begun: list[tuple[int, int]] = []
         self._due_at_once = (-config.every, 0)  # in place of those that were demoted, or a candidate
         self.is_verified = True  # the state that the run was resumed from
-        self._is_failing = False
         self._saving_incident = 0  # number of the newest one about checkpoints that cannot be saved
 
     @property
@@ -126,9 +125,7 @@ class CheckpointKeeper:
         except OSError as error:
             log.error("checkpoints that may contain damage could not be demoted: %s", error.strerror)
 
-    def note_incident(
-        self, seen: ProcessIncident, *, effects: Mapping[str, Any] | None = None, ongoing: bool = False
-    ) -> int:
+    def note_incident(self, seen: ProcessIncident, *, effects: Mapping[str, Any] | None = None) -> int:
         """Write down an incident of the process, not of the training, about which something was done already."""
         tick = self._parts.clock.tick
         anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence)
@@ -141,7 +138,6 @@ class CheckpointKeeper:
             effects=effects,
             rewound_to=seen.rewound_to,
             steps_lost=seen.steps_lost,
-            ongoing=ongoing,
         ).id
 
     def run_completed(self) -> None:
@@ -317,18 +313,16 @@ class CheckpointKeeper:
             self._note_outcome(self._writer.finished.popleft())
 
     def _note_outcome(self, job: Job) -> None:
-        step = job.step
-        if job.error is None and self._is_failing:
+        step, is_failing = job.step, self.incident_log.ongoing != 0
+        if job.error is None and is_failing:
             log.info("checkpoints are saved again: step %d", step)
-            self._is_failing = False
-            self.incident_log.ongoing.discard(self._saving_incident)
-        elif job.error is not None and not self._is_failing:
-            self._is_failing = True
+            self.incident_log.ongoing = 0
+        elif job.error is not None and not is_failing:
             is_full = getattr(job.error, "errno", None) in _NO_ROOM
             why = getattr(job.error, "strerror", None) or in_one_line(job.error)
             signal = Signal.DISK_FULL if is_full else Signal.CHECKPOINT_FAILED
             found = ProcessIncident(signal, step, step, fact("not_written", step=step, why=why), "try_again")
-            self._saving_incident = self.note_incident(found, ongoing=True)
+            self._saving_incident = self.incident_log.ongoing = self.note_incident(found)
             if not is_full:
                 log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)
 
