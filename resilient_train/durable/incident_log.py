@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.durable.journal import JOURNAL, Journal, WriteAttempts
+from resilient_train.durable.journal import JOURNAL, Journal, LineFile
 from resilient_train.durable.run_history import AGAIN, CLOSED, OPENED, TREATED, RunHistory, in_words
-from resilient_train.ground.files import commit_text
+from resilient_train.ground.files import commit
 from resilient_train.ground.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, kind_of
 from resilient_train.ground.wording import describe, log
 
@@ -30,7 +30,6 @@ class IncidentLog:
         """One rank writes to the run directory, which the others may not have."""
         directory = run_dir if writes else None
         self.run_dir, self.directory = run_dir, directory
-        self._file = None if directory is None else directory / INCIDENTS
         self._journal = None if directory is None else Journal(directory / JOURNAL)
         self.run_history = RunHistory(self._journal.entries if self._journal else (), self._journal)
         self.ongoing = 0  # number of the incident that healthy updates do not close: checkpoints cannot be saved
@@ -38,8 +37,13 @@ class IncidentLog:
         # The process ended before it did what was decided.
         undone = [one for one in self.open_incidents if self.run_history.chapters[one.id].treated_ms is None]
         self.run_history.adopt(replace(one, decision=replace(one.decision, actions=())) for one in undone)
-        self._attempts = WriteAttempts(self._file, "it will be rewritten from the journal later")
-        self._write_lines()
+        self._list = None
+        if directory is not None:  # what a kill or a full disk has left out of the list, the journal has
+            self._list = LineFile(directory / INCIDENTS, "the lines that it lacks are written later")
+            over = [one for one in self.run_history.chapters.values() if one.closed_ms is not None]
+            lines = [_line(one.incident) for one in sorted(over, key=lambda one: one.closed_ms or 0)]
+            with self._list.attempts.attempt():
+                commit(self._list.path, lines)
 
     @property
     def incidents(self) -> list[Incident]:
@@ -129,7 +133,9 @@ class IncidentLog:
         incident = replace(incident, outcome=outcome or incident.outcome)
         assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
         self.run_history.note(CLOSED, incident=incident)
-        self._write_lines(_line(incident))
+        if self._list is not None:
+            self._list.waiting.append(_line(incident))
+            self._list.write(sync=False)
         # One that recurred is reported by the incident that came after it.
         if incident.outcome in (Outcome.RECOVERED, Outcome.OBSERVED):
             log.info("%s", describe(incident, "outcome", healthy=healthy_steps))
@@ -214,32 +220,15 @@ class IncidentLog:
             self.close(incident, Outcome.UNRECOVERED if number == self.ongoing else Outcome.RECOVERED)
         self.ongoing = 0
 
-    # The files.
-
     def close_files(self) -> None:
-        if self._attempts.has_failed:
-            self._write_lines()
+        if self._list is not None and self._list.waiting:
+            self._list.write(sync=False)
         if self._journal is not None:
             self._journal.close()
 
-    def _lines(self) -> str:
-        over = [one for one in self.run_history.chapters.values() if one.closed_ms is not None]
-        return "".join(_line(one.incident) for one in sorted(over, key=lambda one: one.closed_ms or 0))
 
-    def _write_lines(self, new: str = "") -> None:
-        """Append a line to incidents.jsonl. Without one, at a start, or if the file lacks earlier ones, rewrite it."""
-        if self._file is None:
-            return
-        with self._attempts.attempt():
-            if new and not self._attempts.has_failed:
-                with open(self._file, "a", encoding="utf-8") as file:
-                    file.write(new)
-            else:
-                commit_text(self._file, self._lines())
-
-
-def _line(incident: Incident) -> str:
-    return json.dumps(in_words(incident)) + "\n"
+def _line(incident: Incident) -> bytes:
+    return json.dumps(in_words(incident)).encode() + b"\n"
 
 
 def _log_doubling(incident: Incident, step: int) -> bool:

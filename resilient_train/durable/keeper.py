@@ -102,10 +102,13 @@ class CheckpointKeeper:
         is_free = writer.writing is None
         if self._is_sharded and is_due:
             is_free = self._parts.world.on_main(lambda: writer.writing is None)
-        if is_due and is_free:
+        if not is_free:
+            return
+        if is_due:
             self._offer(self._job(snapshot))
-        elif is_free and self._commits and (ripe := [one for one in self.further if one.is_ripe(snapshot.step)]):
-            self._offer(Job(snapshot.step, ripe[0].write))
+        elif not self.incident_log.ongoing:  # else a disk that is full would be tried at each update
+            for one in [one for one in self.further if one.is_ripe(snapshot.step)][:1]:
+                self._offer(Job(snapshot.step, one.write))
 
     def distrust(self, since: int) -> None:
         """Demote every checkpoint after `since`, the newest step that can be trusted. Waits for the one being written

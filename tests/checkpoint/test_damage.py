@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from command import command, train
 from forged_checkpoints import CPU, write
 from kills import incidents, summary
+from safetensors.torch import load_file
 
 from resilient_train.command import checkpoints
 from resilient_train.durable import store as manifests
@@ -177,6 +179,27 @@ def test_where_every_checkpoint_is_demoted_a_run_begins_again(
     assert f"every checkpoint in {copied}/checkpoints was demoted" in outcome.stdout
     assert "no checkpoint yet" not in outcome.stdout
     assert outcome.summary(copied)["weights_sha256"] == unharmed
+
+
+def test_weights_are_exported_as_they_were_trained(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For other programs. A checkpoint that is damaged is named, and the one before is taken; no file is replaced."""
+
+    def export(name: str) -> tuple[int, str]:
+        code = checkpoints.main([str(copied), "--weights", str(copied / name)])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    assert export("new") == (0, f"step 30 is in {copied / 'new'}\n")
+    exported, trained = load_file(copied / "new"), load_file(copied / "weights.safetensors")
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(one, trained[name]) for name, one in exported.items())
+    assert export("new") == (1, f"{copied / 'new'} is there already: --weights makes a new file\n")
+    newest, before, *_ = Store(copied).entries()
+    (newest.path / WEIGHTS).write_bytes(b"")
+    code, said = export("older")
+    assert code == 0
+    assert f"{newest.path.name}: {WEIGHTS} is not what was written" in said
+    assert f"step {before.step} is in " in said
 
 
 def test_damage_is_told_where_ticks_were_lost(tmp_path: Path) -> None:
