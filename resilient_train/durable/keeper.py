@@ -58,6 +58,7 @@ class CheckpointKeeper:
         self._begun: list[tuple[int, int]] = []
         self._due_at_once = (-config.every, 0)  # in place of those that were demoted, or a candidate
         self.is_verified = True  # the state that the run was resumed from
+        self._is_failing = False
         self._saving_incident = 0  # number of the newest one about checkpoints that cannot be saved
 
     @property
@@ -106,7 +107,7 @@ class CheckpointKeeper:
             return
         if is_due:
             self._offer(self._job(snapshot))
-        elif not self.incident_log.ongoing:  # else a disk that is full would be tried at each update
+        elif not self._is_failing:  # else a disk that is full would be tried at each update
             for one in [one for one in self.further if one.is_ripe(snapshot.step)][:1]:
                 self._offer(Job(snapshot.step, one.write))
 
@@ -316,11 +317,12 @@ class CheckpointKeeper:
             self._note_outcome(self._writer.finished.popleft())
 
     def _note_outcome(self, job: Job) -> None:
-        step, is_failing = job.step, self.incident_log.ongoing != 0
-        if job.error is None and is_failing:
+        step, was_failing = job.step, self._is_failing
+        self._is_failing = job.error is not None
+        if job.error is None and was_failing:
             log.info("checkpoints are saved again: step %d", step)
             self.incident_log.ongoing = 0
-        elif job.error is not None and not is_failing:
+        elif job.error is not None and not was_failing:
             is_full = getattr(job.error, "errno", None) in _NO_ROOM
             why = getattr(job.error, "strerror", None) or in_one_line(job.error)
             signal = Signal.DISK_FULL if is_full else Signal.CHECKPOINT_FAILED
