@@ -122,7 +122,7 @@ ODD: dict[str, Any] = {
 
 def test_what_comes_back_is_the_callers_own(tmp_path: Path) -> None:
     """Tensors, parameters too, and arrays share nothing with each other or with the file; a state_dict is a dict."""
-    saved = {"tensors": [base, base], "array": np.arange(3), "kept": nn.Linear(2, 1).state_dict()}
+    saved: dict[str, Any] = {"tensors": [base, base], "array": np.arange(3), "kept": nn.Linear(2, 1).state_dict()}
     loaded = there_and_back(tmp_path / "tree", saved)
     loaded["tensors"][0].add_(1)
     loaded["array"] += 1
