@@ -28,8 +28,7 @@ class IncidentLog:
 
     def __init__(self, run_dir: Path | None, *, writes: bool = True) -> None:
         """One rank writes to the run directory, which the others may not have."""
-        directory = run_dir if writes else None
-        self.run_dir, self.directory = run_dir, directory
+        self.directory = directory = run_dir if writes else None
         self._journal = None if directory is None else Journal(directory / JOURNAL)
         self.run_history = RunHistory(self._journal.entries if self._journal else (), self._journal)
         self.ongoing = 0  # number of the incident that healthy updates do not close: checkpoints cannot be saved
