@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from resilient_train.durable import journal
 from resilient_train.durable.store import MANIFEST, VERIFIED, WEIGHTS, Entry, Manifest, Store
 from resilient_train.durable.tree_files import TENSORS, TREE
 
@@ -42,7 +43,6 @@ def manifest(step: int, files: Any, *, kind: str = VERIFIED, tick: int | None = 
         samples=4,
         each=4,
         made_by="a test",
-        at=1_767_225_600_000,
         effects={"tick": step, "skipped": [[8, 12]]},
         groups=[[{"lr": 0.1}]],
         files=dict(files),
@@ -82,7 +82,6 @@ def seal(checkpoint: Path, change: Callable[[dict[str, Any]], Any] = lambda node
     changed = change(node)
     node = node if changed is None else changed
     if isinstance(node, dict):
-        node.pop("sha256", None)
-        node["sha256"] = hashlib.sha256(json.dumps(node, sort_keys=True).encode()).hexdigest()
+        node.pop("crc", None)
     file.unlink()
-    file.write_text(json.dumps(node, indent=1) + "\n", encoding="utf-8")
+    file.write_bytes(journal.seal(json.dumps(node)) if isinstance(node, dict) else json.dumps(node).encode())

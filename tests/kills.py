@@ -28,14 +28,12 @@ WRITINGS = "writings"  # beside the run directory: the steps at which checkpoint
 SAVING = "checkpoints/.new.resilient-tmp"  # what is there while a checkpoint is being written
 
 _CLOSELY_S = 0.0003
-_SLOT = 128
 
 
 # ----------------------------------------------------------------------------------------------------------- looking on
 
 
 class Stand(NamedTuple):
-    number: int = 0
     doing: int = 0
     tick: int = 0
     step: int = 0
@@ -45,15 +43,11 @@ class Stand(NamedTuple):
 
 def stand(run_dir: Path) -> Stand:
     """Where a run stands, as far as it has got to say so."""
-    found = Stand()
     with contextlib.suppress(OSError):
-        content = (run_dir / "progress").read_bytes()
-        for slot in (content[:_SLOT], content[_SLOT:]):
-            sealed = re.fullmatch(rb'(.*), "crc": "([0-9a-f]{8})"}', slot.rstrip())
-            if sealed is not None and zlib.crc32(sealed[1]) == int(sealed[2], 16):  # it may be being written
-                node = json.loads(sealed[1] + b"}")
-                found = max(found, Stand(node["n"], *node["position"]))
-    return found
+        sealed = re.fullmatch(rb'(.*), "crc": "([0-9a-f]{8})"}', (run_dir / "progress").read_bytes().rstrip())
+        if sealed is not None and zlib.crc32(sealed[1]) == int(sealed[2], 16):  # it may be being written
+            return Stand(*json.loads(sealed[1] + b"}")["position"])
+    return Stand()
 
 
 def checkpoints(run_dir: Path) -> dict[int, bool]:
@@ -68,7 +62,7 @@ def checkpoints(run_dir: Path) -> dict[int, bool]:
             )
         except (OSError, ValueError, KeyError):
             whole = False
-        found[int(place.name.removeprefix("step-").split(".")[0])] = whole
+        found[int(place.name.removeprefix("step-")[:8])] = whole
     return found
 
 
@@ -273,7 +267,7 @@ def killed(
         unsound = tuple(step for step, whole in sound.items() if not whole)
         newest = max((step for step, whole in sound.items() if whole), default=0)
         stood, pid = stand(run_dir), started.pid
-        if struck and stood.number == struck[-1][1].number:
+        if struck and stood.tick == struck[-1][1].tick:
             pid = struck[-1][-1]  # it made no update: what there is to lose, an earlier one made
         struck.append((name, stood, newest, tuple(left_overs(run_dir)), unsound, pid))
     taken_up = len(taken_up_at(run_dir))

@@ -68,13 +68,6 @@ class Power(files.Disk):
         content[at : at + done] = data[:done]
         return done
 
-    def truncate(self, descriptor: int, size: int) -> None:
-        self._about_to("truncate", path := _path_of(descriptor))
-        super().truncate(descriptor, size)
-        content = self._file(path).now
-        content.extend(bytes(max(0, size - len(content))))
-        del content[size:]
-
     def sync(self, descriptor: int) -> None:
         self._about_to("sync", path := _path_of(descriptor))
         node = self._node(path)

@@ -178,7 +178,6 @@ class Recovery:
         """The run is complete: close its incidents, as recovered if the loss is back or was never off."""
         episode, is_back = self.parts.checks.episode, self._is_back()
         self._ended_damaged = self.incident_log.is_observing
-        self.incident_log.end_observed()
         outcome = Outcome.RECOVERED if is_back else Outcome.UNRECOVERED
         if is_back and episode.is_open:
             episode.end()

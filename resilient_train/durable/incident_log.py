@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.durable.journal import JOURNAL, Journal, WriteAttempts
+from resilient_train.durable.journal import JOURNAL, Journal, LineFile
 from resilient_train.durable.run_history import AGAIN, CLOSED, OPENED, TREATED, RunHistory, in_words
-from resilient_train.ground.files import commit_text
+from resilient_train.ground.files import commit
 from resilient_train.ground.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, kind_of
 from resilient_train.ground.wording import describe, log
 
@@ -28,19 +28,21 @@ class IncidentLog:
 
     def __init__(self, run_dir: Path | None, *, writes: bool = True) -> None:
         """One rank writes to the run directory, which the others may not have."""
-        directory = run_dir if writes else None
-        self.run_dir, self.directory = run_dir, directory
-        self._file = None if directory is None else directory / INCIDENTS
+        self.directory = directory = run_dir if writes else None
         self._journal = None if directory is None else Journal(directory / JOURNAL)
         self.run_history = RunHistory(self._journal.entries if self._journal else (), self._journal)
-        self.ongoing: set[int] = set()  # incidents that healthy updates do not close
-        self._observed = 0  # the incident that further anomalies count into
-        self._anomalous_step = 0  # the newest of them
+        self.ongoing = 0  # number of the incident that healthy updates do not close: checkpoints cannot be saved
+        self._anomalous_step = 0  # the newest that an observed incident has counted
         # The process ended before it did what was decided.
         undone = [one for one in self.open_incidents if self.run_history.chapters[one.id].treated_ms is None]
         self.run_history.adopt(replace(one, decision=replace(one.decision, actions=())) for one in undone)
-        self._attempts = WriteAttempts(self._file, "it will be rewritten from the journal later")
-        self._write_lines()
+        self._list = None
+        if directory is not None:  # what a kill or a full disk has left out of the list, the journal has
+            self._list = LineFile(directory / INCIDENTS, "the lines that it lacks are written later")
+            over = [one for one in self.run_history.chapters.values() if one.closed_ms is not None]
+            lines = [_line(one.incident) for one in sorted(over, key=lambda one: one.closed_ms or 0)]
+            with self._list.attempts.attempt():
+                commit(self._list.path, lines)
 
     @property
     def incidents(self) -> list[Incident]:
@@ -92,13 +94,12 @@ class IncidentLog:
         decision: Decision,
         *,
         effects: _Effects = None,
-        ongoing: bool = False,
         **done: Any,
     ) -> Incident:
         """Add an incident about which something was done already: `done` are its fields that say what."""
         number = self._number(kind_of(anomaly.signal, diagnosis), anomaly.step, decision)
         incident = Incident(number, anomaly, diagnosis, decision, **done)
-        self.record_treatment(incident, effects=effects, ongoing=ongoing)
+        self.record_treatment(incident, effects=effects)
         return incident
 
     def _number(self, kind: tuple[object, ...], step: int, decision: Decision, *, is_off: bool = False) -> int:
@@ -117,11 +118,9 @@ class IncidentLog:
     def add(self, incident: Incident, effects: _Effects = None) -> None:
         self.run_history.note(OPENED, incident=incident, effects=effects)
 
-    def record_treatment(self, incident: Incident, *, effects: _Effects = None, ongoing: bool = False) -> None:
-        """Record what was done about an incident, which may be an `ongoing` one."""
+    def record_treatment(self, incident: Incident, *, effects: _Effects = None) -> None:
+        """Record what was done about an incident."""
         self.run_history.note(TREATED, incident=incident, effects=effects)
-        if ongoing:
-            self.ongoing.add(incident.id)
         log.warning("%s", describe(incident))
 
     def update(self, incident: Incident) -> None:
@@ -133,7 +132,9 @@ class IncidentLog:
         incident = replace(incident, outcome=outcome or incident.outcome)
         assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
         self.run_history.note(CLOSED, incident=incident)
-        self._write_lines(_line(incident))
+        if self._list is not None:
+            self._list.waiting.append(_line(incident))
+            self._list.write(sync=False)
         # One that recurred is reported by the incident that came after it.
         if incident.outcome in (Outcome.RECOVERED, Outcome.OBSERVED):
             log.info("%s", describe(incident, "outcome", healthy=healthy_steps))
@@ -144,11 +145,11 @@ class IncidentLog:
 
     def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool) -> None:
         """Close what has recovered; while `loss_is_off` its reference, incidents that left damage stay open."""
-        if self.is_observing and step >= self._anomalous_step + recovered_after:
-            self.end_observed()
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
-            is_over = step >= reached + recovered_after and one.id not in self.ongoing
+            if one.is_observed:
+                reached = max(reached, self._anomalous_step)
+            is_over = step >= reached + recovered_after and one.id != self.ongoing
             if is_over and not (loss_is_off and one.left_damage):
                 self.close(one, Outcome.RECOVERED, healthy_steps=recovered_after)
 
@@ -156,32 +157,25 @@ class IncidentLog:
 
     @property
     def is_observing(self) -> bool:
-        return self._observed > 0
+        return any(one.is_observed for one in self.open_incidents)
 
     def observe(self, incident: Incident, step: int) -> None:
-        self._observed, self._anomalous_step = incident.id, step
-        self.record_treatment(incident, ongoing=True)
+        self._anomalous_step = step
+        self.record_treatment(incident)
 
     def resume_observed(self, step: int) -> None:
         """Continue with an incident that the process before has only observed."""
-        for one in self.open_incidents:
-            if one.is_observed:
-                self._observed, self._anomalous_step = one.id, step
-                self.ongoing.add(one.id)
+        self._anomalous_step = step
 
     def counts_on(self, step: int) -> bool:
         """Count an anomalous update into the incident, and write down each doubling; False if there is none."""
-        if self.is_observing and step > self._anomalous_step:
-            self._anomalous_step, incident = step, self.run_history.open[self._observed]
-            incident = replace(incident, further=incident.further + 1)
+        incident = next((one for one in self.open_incidents if one.is_observed), None)
+        if incident is not None and step > self._anomalous_step:
+            self._anomalous_step, incident = step, replace(incident, further=incident.further + 1)
             self.run_history.adopt([incident])
             if _log_doubling(incident, step):
                 self.update(incident)
-        return self.is_observing
-
-    def end_observed(self) -> None:
-        self.ongoing.discard(self._observed)
-        self._observed = 0
+        return incident is not None
 
     def continued(self, signal: Signal, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
         """Return the newest incident if it is open, and the same happened again and is only skipped again.
@@ -215,42 +209,25 @@ class IncidentLog:
             was = before.get(one.kind)
             is_again = bool(one.again) or (is_skip and was is Outcome.RECURRED)
             has_recurred = is_again and healthy_since is not None and reached > healthy_since
-            if one.id not in self.ongoing:
+            if one.id != self.ongoing:
                 over = Outcome.RECURRED if has_recurred else Outcome.RECOVERED
                 self.close(one, outcome if one.left_damage else over)
 
     def close_ongoing(self, number: int) -> None:
         """Close an incident as the run ends, if it is open: as unrecovered if it is ongoing."""
         if (incident := self.run_history.open.get(number)) is not None:
-            self.close(incident, Outcome.UNRECOVERED if number in self.ongoing else Outcome.RECOVERED)
-        self.ongoing.discard(number)
-
-    # The files.
+            self.close(incident, Outcome.UNRECOVERED if number == self.ongoing else Outcome.RECOVERED)
+        self.ongoing = 0
 
     def close_files(self) -> None:
-        if self._attempts.has_failed:
-            self._write_lines()
+        if self._list is not None and self._list.waiting:
+            self._list.write(sync=False)
         if self._journal is not None:
             self._journal.close()
 
-    def _lines(self) -> str:
-        over = [one for one in self.run_history.chapters.values() if one.closed_ms is not None]
-        return "".join(_line(one.incident) for one in sorted(over, key=lambda one: one.closed_ms or 0))
 
-    def _write_lines(self, new: str = "") -> None:
-        """Append a line to incidents.jsonl. Without one, at a start, or if the file lacks earlier ones, rewrite it."""
-        if self._file is None:
-            return
-        with self._attempts.attempt():
-            if new and not self._attempts.has_failed:
-                with open(self._file, "a", encoding="utf-8") as file:
-                    file.write(new)
-            else:
-                commit_text(self._file, self._lines())
-
-
-def _line(incident: Incident) -> str:
-    return json.dumps(in_words(incident)) + "\n"
+def _line(incident: Incident) -> bytes:
+    return json.dumps(in_words(incident)).encode() + b"\n"
 
 
 def _log_doubling(incident: Incident, step: int) -> bool:

@@ -18,7 +18,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from numbers import Integral, Real
 from pathlib import Path
@@ -60,6 +60,38 @@ class WriteAttempts:
             self.has_failed = False
 
 
+class LineFile:
+    """Appends lines to a file with one writer. What the disk does not take waits, and is written with the next ones."""
+
+    def __init__(self, path: Path, meanwhile: str) -> None:
+        self.path, self.attempts = path, WriteAttempts(path, meanwhile)
+        self.waiting: deque[bytes] = deque()  # lines that are not on disk yet
+        self._end = -1  # where the next line goes; unknown before the file was opened
+
+    def write(self, *, sync: bool) -> None:
+        with self.attempts.attempt():
+            is_new = not self.path.exists()
+            file = files.disk.open(self.path)
+            try:
+                size = os.fstat(file).st_size
+                if not 0 <= self._end <= size:  # at the first write, or it was emptied meanwhile
+                    self._end = size
+                    if size and os.pread(file, 1, size - 1) != b"\n":
+                        self.waiting.appendleft(b"\n")  # ends a line that a kill has left half written
+                lines = [*self.waiting]  # another thread may add to them meanwhile
+                end = self._end + write_all(file, b"".join(lines), self._end)
+                if sync:
+                    files.disk.sync(file)
+            finally:
+                os.close(file)
+            if is_new and sync:
+                with suppress(OSError):  # some file systems cannot: the entry itself is synced
+                    sync_directory(self.path.parent)
+            self._end = end
+            for _ in lines:
+                self.waiting.popleft()
+
+
 class Journal:
     """An append-only file that its one writer opens; all others call `read`."""
 
@@ -67,22 +99,23 @@ class Journal:
         """Raises TrainError if it cannot be read: what it holds is unknown, so nothing may be written over it."""
         self.path = path
         try:
-            lines, size = list(entries(path)), size_of(path)
+            found = [entry for entry, _ in entries(path)]
         except OSError as error:
             why = f"cannot be read ({error.strerror}): make it readable, or move it away to forget it"
             raise TrainError(f"{path} {why if error.strerror else error}") from error
-        self.entries = [entry for entry, _ in lines if entry is not None]
+        self.entries = [entry for entry in found if entry is not None]
         self._number: int = self.entries[-1]["n"] if self.entries else 0
-        self._end = max((end for entry, end in lines if entry is not None), default=0)
-        self.waiting: list[bytes] = []  # lines that the disk did not take yet
-        self._attempts = WriteAttempts(path, "entries are kept in memory and tried again, but a kill would lose them")
+        self._file = LineFile(path, "entries are kept in memory and tried again, but a kill would lose them")
         self._lock = threading.Lock()  # a watchdog may write as well
         # Entries after a damaged line are kept: each has its own checksum, and a drill that is forgotten fires again.
         # The damaged line stays in the file; a person may look at it.
-        if damaged := sum(entry is None and end < self._end for entry, end in lines):
+        if damaged := len(found) - len(self.entries):
             log.warning("%s: damaged and left out: %s", path, counted(damaged, "line"))
-        if tail := size - self._end:
-            log.warning("%s: the next entry replaces the last %d bytes, which are no complete entry", path, tail)
+
+    @property
+    def waiting(self) -> Collection[bytes]:
+        """The lines that the disk did not take yet."""
+        return self._file.waiting
 
     def write(self, kind: str, /, **fields: Any) -> None:
         """Add an entry. It is on disk when this returns; if the disk does not take it, later writes try again."""
@@ -91,46 +124,15 @@ class Journal:
             head = {"n": self._number, "at": time.time_ns() // 1_000_000, "kind": kind, "format": _FORMAT}
             entry = {**head, **masked_tree(plain(fields))}
             self.entries.append(entry)
-            self.waiting.append(seal(json.dumps(entry)))
-            self._flush()
+            self._file.waiting.append(seal(json.dumps(entry)))
+            self._file.write(sync=True)
 
     def close(self) -> None:
         with self._lock:
             if self.waiting:
-                self._flush()
+                self._file.write(sync=True)
             if left := len(self.waiting):
                 log.error("%s lacks the last %s: the disk did not take them", self.path, counted(left, "entry"))
-
-    def _flush(self) -> None:
-        with self._attempts.attempt():
-            is_new = not self.path.exists()
-            self._end = append_lines(self.path, self.waiting, self._end)
-            if is_new:
-                with suppress(OSError):  # some file systems cannot: the entry itself is synced
-                    sync_directory(self.path.parent)
-            self.waiting.clear()
-
-
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def append_lines(path: Path, lines: Iterable[bytes], start: int, *, sync: bool = True) -> int:
-    """Write lines at byte `start` of a file with one writer, and return where they end.
-
-    What stands there is replaced: a kill or a full disk has left it half written, or it could not be synced.
-    """
-    file = files.disk.open(path)
-    try:
-        if (size := os.fstat(file).st_size) > start:
-            files.disk.truncate(file, start)
-        start = start if size >= start else 0  # it was emptied meanwhile
-        end = start + write_all(file, b"".join(lines), start)
-        if sync:
-            files.disk.sync(file)
-    finally:
-        os.close(file)
-    return end
 
 
 def read(path: Path) -> list[Entry]:
@@ -146,10 +148,10 @@ def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
         end = start if 0 <= start <= os.fstat(file.fileno()).st_size else 0
         file.seek(end)
         for line in file:
-            if not line.endswith(b"\n"):  # it is being written, or was when a kill came
+            entry = unseal(line.removesuffix(b"\n"))
+            if entry is None and not line.endswith(b"\n"):  # it is being written, or was when a kill came
                 return
             end += len(line)
-            entry = unseal(line[:-1])
             if entry is not None and (form := entry.get("format", _FORMAT)) != _FORMAT:
                 what = f"is of format {form!s:.20}, where this version reads {_FORMAT}"
                 raise OSError(f"{what}: resume the run with the version of resilient_train that wrote it")
@@ -199,7 +201,6 @@ OUTBOX = "outbox.jsonl"  # its name in a run directory
 BEGAN, METRICS, ENDED = "began", "metrics", "ended"
 
 WRITE_EVERY_S, TRY_AGAIN_S = 0.25, 2.0
-_TAIL_BYTES = 2**20  # more than any entry has
 
 
 class Outbox:
@@ -212,46 +213,30 @@ class Outbox:
     def __init__(self, path: Path, also: Callable[[], None] = lambda: None) -> None:
         """Write to `path`; `also` is called each time, in the same thread."""
         self.path, self._also = path, also
-        self._waiting: deque[bytes] = deque()  # lines that are not on disk yet
+        self._file = LineFile(path, "what MLflow is to show is kept in memory, and a kill would lose it")
         self._closing = threading.Event()
-        self._end = -1  # where the next line goes; unknown before the file is read
-        self._attempts = WriteAttempts(path, "what MLflow is to show is kept in memory, and a kill would lose it")
         self._thread = threading.Thread(target=self._main, name="outbox", daemon=True)
         self._thread.start()
 
     def put(self, kind: str, /, **fields: Any) -> None:
         """Add an entry. It never waits and never raises."""
         entry = {"at": time.time_ns() // 1_000_000, "kind": kind, **fields}
-        self._waiting.append(seal(json.dumps(plain(entry))))
+        self._file.waiting.append(seal(json.dumps(plain(entry))))
 
     def close(self, within_s: float = 10.0) -> bool:
         """Write the rest in at most `within_s`; say whether everything is on disk."""
         self._closing.set()
         self._thread.join(within_s)
-        is_whole = not (self._thread.is_alive() or self._waiting)
+        is_whole = not (self._thread.is_alive() or self._file.waiting)
         if not is_whole:
             log.warning("%s is not complete: the disk did not take all of it", self.path)
         return is_whole
 
-    # -- in the thread -------------------------------------------------------------------------------------------------
-
     def _main(self) -> None:
         is_last = False
         while not is_last:
-            is_last = self._closing.wait(TRY_AGAIN_S if self._attempts.has_failed else WRITE_EVERY_S)
-            if self._waiting:
-                with self._attempts.attempt():
-                    self._write(is_last)
+            is_last = self._closing.wait(TRY_AGAIN_S if self._file.attempts.has_failed else WRITE_EVERY_S)
+            if self._file.waiting:
+                self._file.write(sync=is_last)  # before, whoever uploads them syncs
             if not self._closing.is_set():
                 self._also()
-
-    def _write(self, is_last: bool) -> None:
-        if self._end < 0:  # not read yet
-            with open(self.path, "a+b") as file:
-                file.seek(max(0, size_of(self.path) - _TAIL_BYTES))
-                start, tail = file.tell(), file.read()
-            self._end = start + tail.rfind(b"\n") + 1
-        lines = [*self._waiting]
-        self._end = append_lines(self.path, lines, self._end, sync=is_last)  # before, whoever uploads them syncs
-        for _ in lines:  # the training thread may have added to them meanwhile
-            self._waiting.popleft()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,8 @@ from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.types import Action, Anomaly, Decision, ProcessIncident, Signal, by_signal, fact
 from resilient_train.ground.wording import IN_FILE_ONLY, log
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
 
 class Further(Protocol):
     """What is written next to checkpoints, by the same thread."""
@@ -47,19 +49,17 @@ class CheckpointKeeper:
         # Once, as a user's hooks may take their time.
         self._persistent_names = frozenset(parts.state.model.state_dict(keep_vars=True))
         self._is_sharded = parts.state.is_sharded  # all ranks gather what a checkpoint holds, at the same update
-        common = parts.world.on_main(lambda: directory) if self._is_sharded else directory
+        common = parts.world.on_main(lambda: directory)
         self._writes, self._store = common is not None, Store(common or Path(os.devnull))
         self._writer = Writer()
         self.resumption = Resumption(parts, history, self.progress, self._store, directory, how)
         self.previous_samples_per_update = 0  # as in ResumePlan
-        # Ticks and steps of the verified checkpoints, the newest last. If they are sharded, all ranks have the same.
-        self._saved: list[tuple[int, int]] = []
-        self._is_urgent = False  # there is none, and there were some
+        # Ticks and steps of the newest verified checkpoints that were begun, the newest last; all ranks have the same.
+        self._begun: list[tuple[int, int]] = []
+        self._due_at_once = (-config.every, 0)  # in place of those that were demoted, or a candidate
         self.is_verified = True  # the state that the run was resumed from
         self._is_failing = False
         self._saving_incident = 0  # number of the newest one about checkpoints that cannot be saved
-        if self._commits and history.began_with is None:
-            history.note("began", processes=parts.world.size, samples=parts.samples.slicing.samples)
 
     def check(self) -> None:
         """Raise ConfigError on all ranks, each of which calls this, if something could never be saved."""
@@ -86,26 +86,26 @@ class CheckpointKeeper:
 
     def verified(self) -> None:
         """After each healthy update, write the newest verified state if a checkpoint is due. All ranks of a sharded run
-        gather it at the same update, once rank 0 can write it. Training waits for that.
+        gather it at the same update, once rank 0 can write it. Training waits for that. What fails is tried again when
+        the next one is due: else the ranks would try again at different times.
         """
-        writer, ring = self._writer, self._parts.ring
+        writer, every = self._writer, self._config.every
         self._read_outcomes()
-        if not self._writes or (snapshot := ring.newest_verified()) is None:
+        may_write = self._commits or (self._writes and self._is_sharded)
+        if not may_write or (snapshot := self._parts.ring.newest_verified()) is None:
             return
-        # In ticks, which no rewind takes back. At once if all were demoted, or the run was resumed from a candidate.
-        every = 1 if self._is_urgent else self._config.every
-        is_due = self._config.every and _tick(snapshot) - self._last[0] >= every
+        begun_tick = self._begun[-1][0] if self._begun else 0  # in ticks, which no rewind takes back
+        is_due = every and _tick(snapshot) - begun_tick >= every
+        is_free = writer.writing is None
         if self._is_sharded and is_due:
-            if self._parts.world.on_main(lambda: writer.is_free):
-                # Even if that fails: the ranks would try again at different times.
-                self._note_saved(snapshot)
-                self._offer(self._job(snapshot))
-        elif not self._commits or not writer.is_free:
+            is_free = self._parts.world.on_main(lambda: writer.writing is None)
+        if not is_free:
             return
-        elif ripe := [one for one in self.further if one.is_ripe(snapshot.step)]:
-            self._offer(Job(snapshot.step, ripe[0].write))
-        elif is_due:
+        if is_due:
             self._offer(self._job(snapshot))
+        elif not self._is_failing:  # else a disk that is full would be tried at each update
+            for one in [one for one in self.further if one.is_ripe(snapshot.step)][:1]:
+                self._offer(Job(snapshot.step, one.write))
 
     def distrust(self, since: int) -> None:
         """Demote every checkpoint after `since`, the newest step that can be trusted. Waits for the one being written
@@ -117,18 +117,15 @@ class CheckpointKeeper:
             self.wait()
         for one in self.further:
             one.distrust(since)
-        trusted = [one for one in self._saved if one[1] <= since]
-        self._is_urgent |= bool(self._saved) and not trusted
-        self._saved = trusted
+        if self._begun:
+            self._begun = [one for one in self._begun if one[1] <= since] or [self._due_at_once]
         try:
             if self._commits:
                 self._store.demote(since)
         except OSError as error:
             log.error("checkpoints that may contain damage could not be demoted: %s", error.strerror)
 
-    def note_incident(
-        self, seen: ProcessIncident, *, effects: Mapping[str, Any] | None = None, ongoing: bool = False
-    ) -> int:
+    def note_incident(self, seen: ProcessIncident, *, effects: Mapping[str, Any] | None = None) -> int:
         """Write down an incident of the process, not of the training, about which something was done already."""
         tick = self._parts.clock.tick
         anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence)
@@ -141,7 +138,6 @@ class CheckpointKeeper:
             effects=effects,
             rewound_to=seen.rewound_to,
             steps_lost=seen.steps_lost,
-            ongoing=ongoing,
         ).id
 
     def run_completed(self) -> None:
@@ -151,11 +147,14 @@ class CheckpointKeeper:
     # When a run ends. The newest verified snapshot is written unless a checkpoint as new is there.
 
     def save(self, snapshot: Snapshot) -> Path | None:
-        """Write a verified snapshot; None if that failed. All ranks wait: a launcher ends them soon after the first."""
+        """Write a snapshot; None if that failed. All ranks wait: a launcher ends them soon after the first."""
         self.wait()
         with at_disk():
-            found = self._parts.world.on_main(lambda: self._path_of(snapshot))
-            return found or self._on_all(lambda: self._save_now(snapshot))
+            on_main = self._parts.world.on_main
+            if (known := on_main(lambda: self._path_of(snapshot))) is not None:
+                return known
+            path = self._save_now(snapshot) if self._is_sharded else on_main(lambda: self._save_now(snapshot))
+            return on_main(lambda: path)
 
     def save_alone(self, snapshot: Snapshot) -> Path | None:
         """As `save`, but only this process calls it; None if the state is sharded, as that takes all ranks."""
@@ -168,43 +167,37 @@ class CheckpointKeeper:
         """As `save_alone`, from another thread, of the newest verified snapshot. Returns the step to resume from and
         its checkpoint; None if that is not the newest verified state.
         """
-        snapshot = self._unsaved()
+        snapshot = self._parts.ring.newest_verified()
         is_saved = snapshot is None or self.save_alone(snapshot) is not None
-        usable = self._store.usable() if self._commits else []
+        usable = self._store.usable()
         return (usable[0].step, usable[0].path if is_saved else None) if usable else (0, None)
 
     def rescue(self) -> tuple[int, Callable[[], object]]:
         """From another thread, while the loop hangs: the steps that are lost, and a function that saves the others."""
-        step, snapshot = self._parts.clock.step, self._unsaved()
-        if snapshot is None or self._is_sharded or not (self._writes and self._writer.is_free):
-            return max(0, step - self._last[1]), lambda: None
-        return max(0, step - snapshot.step), lambda: self._save_now(snapshot)
+        snapshot, left = self._parts.ring.newest_verified(), [one.step for one in self._store.usable()[:1]]
+        may_save = self._commits and not self._is_sharded and self._writer.writing is None
+        if may_save and snapshot is not None:
+            left.append(snapshot.step)
+        return max(0, self._parts.clock.step - max(left, default=0)), self.save_newest if may_save else lambda: None
 
     def finish(self, effects: Mapping[str, Any], *, healthy: bool, damaged: bool = False) -> Path | None:
         """Write the present state: verified at a healthy end without damage, else a candidate. All ranks call this."""
-        parts = self._parts
+        parts, is_verified = self._parts, healthy and not damaged
         self.wait()
-
-        def write() -> Path | None:
-            if not self._writes or (healthy and not self._config.every):
-                return None
-            verified, state = self._unsaved(), put_together(*taken_apart(parts.state.live()))
-            present = Snapshot(parts.clock.step, state, checks_state=parts.checks_state(), effects=effects)
-            present.verified = healthy and not damaged
-            is_saved = not self._is_urgent and self._last == (parts.clock.tick, parts.clock.step)
-            if present.verified and is_saved:  # of a complete run that was started again
-                return self._path_of(present)
-            path = self._save_now(present)
-            if not present.verified and verified is not None and verified.step < present.step:
-                self._save_now(verified)  # to go back to, should the candidate be bad
-            return path
-
         with at_disk():
-            for one in self.further if healthy and not damaged else ():
+            for one in self.further if is_verified else ():
                 while one.is_ripe(parts.clock.step):
                     if self._write_now(Job(parts.clock.step, one.write)).error is not None:
                         break
-            return self._on_all(write)
+        if not self._writes or (healthy and not self._config.every):
+            return None
+        verified, state = parts.ring.newest_verified(), put_together(*taken_apart(parts.state.live()))
+        present = Snapshot(parts.clock.step, state, checks_state=parts.checks_state(), effects=effects)
+        present.verified = is_verified
+        path = self.save(present)
+        if not is_verified and verified is not None and verified.step < present.step:
+            self.save(verified)  # to go back to, should the candidate be bad
+        return path
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until nothing is being written; False if it still is after so many seconds."""
@@ -247,20 +240,8 @@ class CheckpointKeeper:
         is_own = entry.path.parent == self._store.path
         # On ranks that write nothing, too: all take the same snapshots.
         self.is_verified = entry.kind != CANDIDATE
-        self._saved = [(max(tick, self._parts.clock.tick), self._parts.clock.step)] if is_own else []
-        self._is_urgent = not self.is_verified
-
-    @property
-    def _last(self) -> tuple[int, int]:
-        return self._saved[-1] if self._saved else (0, 0)
-
-    def _note_saved(self, snapshot: Snapshot) -> None:
-        self._is_urgent = False
-        self._saved = [*self._saved, (_tick(snapshot), snapshot.step)][-self._config.keep :]  # older ones are pruned
-
-    def _unsaved(self) -> Snapshot | None:
-        snapshot = self._parts.ring.newest_verified()
-        return snapshot if snapshot is not None and _tick(snapshot) > self._last[0] else None
+        begun = (max(tick, self._parts.clock.tick), self._parts.clock.step) if self.is_verified else self._due_at_once
+        self._begun = [begun] if is_own else []
 
     def _path_of(self, snapshot: Snapshot) -> Path | None:
         """Return the path of a checkpoint that is as new."""
@@ -268,20 +249,12 @@ class CheckpointKeeper:
         new = (one for one in usable if one.kind == VERIFIED and one.manifest and one.manifest.tick >= _tick(snapshot))
         return next((one.path for one in new), None)
 
-    def _on_all(self, write: Callable[[], Path | None]) -> Path | None:
-        """Let rank 0 write, or call `write` on all ranks if they have to gather; all wait and return the path."""
-        world = self._parts.world
-        path = write() if self._is_sharded else world.on_main(write)
-        return world.on_main(lambda: path)
-
     def _write_now(self, job: Job) -> Job:
         self._writer.write_now(job)
         self._read_outcomes()
         return job
 
     def _save_now(self, snapshot: Snapshot) -> Path | None:
-        if self._is_sharded:
-            self._note_saved(snapshot)
         job = self._job(snapshot) if self._writes else None
         entry = self._write_now(job).entry if job is not None else None
         return entry.path if entry is not None else None
@@ -295,9 +268,11 @@ class CheckpointKeeper:
         parts, store, updates = self._parts, self._store, self._parts.updates.copy()
         parts.ring.copier.wait()
         content = gathered(snapshot.parts, keep=self._commits) if self._is_sharded else snapshot.parts
+        step, tick = snapshot.step, _tick(snapshot)
+        if snapshot.verified:
+            self._begun = [*self._begun, (tick, step)][-self._config.keep :]  # older ones are pruned
         if not self._commits:
             return None
-        step, tick = snapshot.step, _tick(snapshot)
         persistent = {
             "statistics": snapshot.checks_state,
             "panel": parts.checks.persistent_state(),
@@ -313,13 +288,12 @@ class CheckpointKeeper:
                 samples=parts.samples.slicing.samples,
                 each=self.resumption.samples_per_process,
                 made_by=f"resilient_train {__version__}, torch {torch.__version__}",
-                at=time.time_ns() // 1_000_000,
                 effects=dict(snapshot.effects),
                 groups=self.resumption.configured,
                 files={},
             )
-            lasting = {name: one for name, one in content["buffers"].items() if name in self._persistent_names}
-            exported = {**content["weights"], **{name: one for name, one in lasting.items() if one is not None}}
+            buffers = {name: one for name, one in content["buffers"].items() if name in self._persistent_names}
+            exported = content["weights"] | {name: one for name, one in buffers.items() if one is not None}
             entry = store.write(manifest, content, exported, persistent)
             self.incident_log.run_history.note("checkpoint_saved", step=step, tick=tick)
             self._prune()  # it was read back before it was committed
@@ -339,21 +313,18 @@ class CheckpointKeeper:
             self._note_outcome(self._writer.finished.popleft())
 
     def _note_outcome(self, job: Job) -> None:
-        step = job.step
-        if job.error is None:
-            if job.snapshot is not None and not self._is_sharded:  # else that was noted on all ranks
-                self._note_saved(job.snapshot)
-            if self._is_failing:
-                log.info("checkpoints are saved again: step %d", step)
-                self._is_failing = False
-                self.incident_log.ongoing.discard(self._saving_incident)
-        elif not self._is_failing:
-            self._is_failing = True
-            evidence = fact("not_written", step=step, why=job.trouble)
-            signal = Signal.DISK_FULL if job.is_disk_full else Signal.CHECKPOINT_FAILED
-            found = ProcessIncident(signal, step, step, evidence, "try_again")
-            self._saving_incident = self.note_incident(found, ongoing=True)
-            if not job.is_disk_full:
+        step, was_failing = job.step, self._is_failing
+        self._is_failing = job.error is not None
+        if job.error is None and was_failing:
+            log.info("checkpoints are saved again: step %d", step)
+            self.incident_log.ongoing = 0
+        elif job.error is not None and not was_failing:
+            is_full = getattr(job.error, "errno", None) in _NO_ROOM
+            why = getattr(job.error, "strerror", None) or in_one_line(job.error)
+            signal = Signal.DISK_FULL if is_full else Signal.CHECKPOINT_FAILED
+            found = ProcessIncident(signal, step, step, fact("not_written", step=step, why=why), "try_again")
+            self._saving_incident = self.incident_log.ongoing = self.note_incident(found)
+            if not is_full:
                 log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)
 
 

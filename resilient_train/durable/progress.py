@@ -1,7 +1,7 @@
 """The position of a run, written before every update at the cost of one system call.
 
-The kernel keeps what was written, however the process ends. If the machine goes down, the older of two records is read,
-or none. Not a memory map: a file that is cut short, or a server that is gone, would end the process with SIGBUS.
+The kernel keeps what was written, however the process ends. If the machine goes down, an older record is read, or none.
+Not a memory map: a file that is cut short, or a server that is gone, would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from resilient_train.durable.journal import WriteAttempts, seal, unseal
 
 PROGRESS = "progress"  # its name in a run directory
 
-_SLOT = 128  # bytes
+_LENGTH = 128  # bytes of a record, so that a newer one replaces all of it
 
 
 class Doing(IntEnum):
@@ -40,7 +40,7 @@ class Progress:
 
     def __init__(self, directory: Path | None) -> None:
         self._path = None if directory is None else directory / PROGRESS
-        self._number, self.last = (0, Position()) if directory is None else _read(directory)  # of the previous process
+        self.last = Position() if directory is None else position_of(directory)  # of the previous process
         self._position = self.last
         self._file = -1
         self._attempts = WriteAttempts(self._path, "a crash would be explained by an older position")
@@ -72,29 +72,21 @@ class Progress:
         self._position = position
         if self._path is None:
             return
-        self._number += 1
-        record = seal(json.dumps({"n": self._number, "position": position})).ljust(_SLOT)
+        record = seal(json.dumps({"position": position})).ljust(_LENGTH)
         with self._attempts.attempt():
             if self._file < 0:
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-            os.pwrite(self._file, record, self._number % 2 * _SLOT)
+            os.pwrite(self._file, record, 0)
             if position.doing is Doing.ENDED:
                 self.close()
 
 
 def position_of(run_dir: Path) -> Position:
     """Return where the newest process of a run is or was; the beginning if that is not known."""
-    return _read(run_dir)[1]
-
-
-def _read(run_dir: Path) -> tuple[int, Position]:
-    """Return the newer of the two records, and its number; 0 if there is none, or both are damaged."""
-    content = b""
+    record = None
     with suppress(OSError):
-        content = (run_dir / PROGRESS).read_bytes()
-    slots = (unseal(slot.rstrip()) for slot in (content[:_SLOT], content[_SLOT : 2 * _SLOT]))
-    newest = max(filter(None, slots), key=lambda one: one["n"], default=None)
-    if newest is None:
-        return 0, Position()
-    doing, *rest = newest["position"]
-    return newest["n"], Position(Doing(doing), *rest)
+        record = unseal((run_dir / PROGRESS).read_bytes().rstrip())
+    if record is None:
+        return Position()
+    doing, *rest = record["position"]
+    return Position(Doing(doing), *rest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from resilient_train.data.samples import Samples
 from resilient_train.durable import endings
 from resilient_train.durable.progress import Doing, Progress
 from resilient_train.durable.run_history import RunHistory
-from resilient_train.durable.store import Damaged, Entry, Manifest, Saved, Store
+from resilient_train.durable.store import DEMOTED, Damaged, Entry, Manifest, Saved, Store
 from resilient_train.durable.tree_files import reshard
 from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, unusable
 from resilient_train.ground.secrets import masked
@@ -84,11 +84,8 @@ class Resumption:
         damaged: list[tuple[Entry, str]] = []
         self.store.sweep()
         entries = self.store.entries()
-        left = [one for one in entries if one.is_usable or one.manifest is None]
-        are_demoted = bool(entries) and not left
-        entry = self._named(again=are_demoted)
-        if entry is None:
-            entry = self.newest_readable(left, damaged)
+        are_demoted = bool(entries) and all(one.kind == DEMOTED for one in entries)
+        entry = self._named(again=are_demoted) or self.newest_readable(entries, damaged)
         if entry is None and are_demoted:
             why = f"every checkpoint in {self.store.path} was demoted, as it may contain damage"
             log.warning("%s: the run begins at step 0 again", why)
@@ -123,17 +120,15 @@ class Resumption:
 
     def _samples_to_keep(self, manifest: Manifest | None) -> int:
         """The samples of an update in earlier processes, if only the number of processes has changed since; else 0."""
-        slicing = self.parts.samples.slicing
-        if manifest is not None:
-            samples, per_process = manifest.samples, manifest.each
-        else:
-            processes, samples = self.history.began_with or (self.parts.world.size, slicing.samples)
-            per_process = samples // processes
-        return samples if samples != slicing.samples and per_process == self.samples_per_process else 0
+        if manifest is None or manifest.each != self.samples_per_process:
+            return 0
+        return manifest.samples if manifest.samples != self.parts.samples.slicing.samples else 0
 
     def newest_readable(self, entries: Iterable[Entry], damaged: list[tuple[Entry, str]]) -> Entry | None:
         """The first checkpoint that verifies and fits this run; those before it are added to `damaged`."""
         for entry in entries:
+            if entry.kind == DEMOTED:
+                continue
             try:
                 self.already_read[entry.path] = self._read(entry)
             except Damaged as why:
@@ -149,14 +144,13 @@ class Resumption:
         parts, manifest = self.parts, entry.manifest
         if manifest is None:
             raise Damaged(entry.damage)
-        live = parts.state.live()
+        live, samples, each = parts.state.live(), parts.samples.slicing.samples, self.samples_per_process
         saved = Store.load(entry, parts.world.device, live["weights"])
         why = explain_mismatch(live, saved.parts)
         changed = [key for key in _SHAPES if any(one.startswith(key) for one in self.how.changed)]
-        each = self.samples_per_process
         is_resized = manifest.each == each and not manifest.samples % each  # other number of processes
-        if not why and manifest.samples != parts.samples.slicing.samples and not is_resized:
-            why = f"an update had {manifest.samples} samples, and now has {parts.samples.slicing.samples}"
+        if not why and manifest.samples != samples and not is_resized:
+            why = f"an update had {manifest.samples} samples, and now has {samples}"
             if not changed:
                 raise TrainError(f"cannot resume from {entry.path}: {why}")
         if why and changed:
@@ -193,16 +187,12 @@ class Resumption:
         run.updater.accept(run.clock.step)
         run.clock.tick = max(run.clock.tick, manifest.tick)
 
-    def _is_own(self, source: Path) -> bool:
-        return self.store.path.parent.absolute() in (source.absolute(), *source.absolute().parents)
-
     def _named(self, *, again: bool) -> Entry | None:
         """The checkpoint that the user named. None after the first start: a restart resumes from the newest one.
-        `again`: there is none, and the run begins where it began, unless that was a checkpoint of its own.
+        `again`: there is none, and the run begins where it began.
         """
         source, history, store = self.how.source, self.history, self.store
-        is_known = source is not None and masked(str(source)) in history.sources and history.has_saved
-        if source is None or (is_known and (not again or self._is_own(source))):
+        if source is None or (masked(str(source)) in history.sources and history.has_saved and not again):
             return None
         if not source.is_dir():
             why = "no such directory; expected auto, never, or the directory of a checkpoint or of a run"
@@ -254,33 +244,28 @@ def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list
 def explain_mismatch(live: Mapping[str, Tree], saved: Mapping[str, Tree]) -> str:
     """Say in one line why a loaded state does not fit the parts of the run; empty if it does."""
     try:
-        return next(_mismatches(live, saved), "")
+        here, there = _shapes(live), _shapes(saved)
+        groups = [(len(live[name]["groups"]), len(saved[name]["groups"])) for name in live if _is_optimizer(name)]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         return f"it does not have the structure of a state: {in_one_line(error)}"
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            return f"{name!s:.80} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+    for mine, theirs in groups:
+        if theirs > mine:  # the loop may have added some since
+            how = "add those that the loop had added, before the guard is made"
+            return f"it has {theirs} parameter groups there and {mine} here: {how}"
+    return ""
 
 
-def _mismatches(live: Mapping[str, Tree], saved: Mapping[str, Tree]) -> Iterator[str]:
-    """Yield a line for each mismatch. Only the first is used: every check relies on those before it having passed."""
-    for odd in sorted(live.keys() ^ saved.keys(), key=str):
-        yield f"only one of the two has {odd!s:.80}"
-    for odd in sorted(live["weights"].keys() ^ saved["weights"].keys(), key=str):
-        yield f"only one of the two has the weight {odd!r:.80}"
-    for name, weight in live["weights"].items():
-        there = saved["weights"][name]
-        if there.shape != weight.shape or there.dtype is not weight.dtype:
-            yield f"{name} is {there.dtype} {list(there.shape)} there and {weight.dtype} {list(weight.shape)} here"
-    for name in live:
-        if name.startswith("optimizer."):
-            yield from _in_optimizer(live[name], saved[name])
+def _is_optimizer(part: str) -> bool:
+    return part.startswith("optimizer.")
 
 
-def _in_optimizer(live: Tree, saved: Tree) -> Iterator[str]:
-    if saved.keys() != live.keys():
-        yield "it has the state of another optimizer"
-    here, there = len(live["groups"]), len(saved["groups"])
-    if there > here:  # the loop may have added some since
-        how = "add those that the loop had added, before the guard is made"
-        yield f"it has {there} parameter groups there and {here} here: {how}"
+def _shapes(parts: Mapping[str, Tree]) -> dict[str, object]:
+    """Describe what has to be the same, by name."""
+    kinds = {name: sorted(part) if _is_optimizer(name) else "a part" for name, part in parts.items()}
+    return kinds | {name: f"{one.dtype} {list(one.shape)}" for name, one in parts["weights"].items()}
 
 
 def _resharded(state: RunState, parts: Mapping[str, Tree]) -> dict[str, Tree]:

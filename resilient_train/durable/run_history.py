@@ -44,7 +44,6 @@ class RunHistory:
         self.effects: dict[str, Any] = {}  # of remedies, as they were noted last
         self.has_saved = False  # a checkpoint was ever committed
         self.sources: set[str] = set()  # paths that the user told the run to resume from
-        self.began_with: tuple[int, int] | None = None  # processes, and samples of an update
         self.data_sample: Mapping[str, Any] | None = None  # rows of the data set, to notice that it changed
         self.drills: dict[int, Facts] = {}  # that have fired, by their numbers
         # By tick, which no two processes end at: the samples in use when one ended.
@@ -112,8 +111,6 @@ class RunHistory:
                 self.has_saved = True
             case {"kind": "process_ended", "tick": int(tick), "start": int(start), "stop": int(stop)}:
                 self._endings[tick] = (start, stop)
-            case {"kind": "began", "processes": int(processes), "samples": int(samples)}:  # with how many of each
-                self.began_with = (processes, samples)
             case {"kind": "data_seen", "sample": dict(sample)}:
                 self.data_sample = sample
             case {"kind": "taken_up_from", "source": str(source)}:

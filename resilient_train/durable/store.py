@@ -23,20 +23,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from resilient_train.durable.endings import DEMOTED_END
+from resilient_train.durable.endings import CHECKPOINTS, DEMOTED_END
+from resilient_train.durable.journal import seal, unseal
 from resilient_train.durable.tree_files import NAMES, SerializedTree, chunks, load_tree
 from resilient_train.durable.tree_files import gathered as gathered_tree
 from resilient_train.ground import files
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.wording import log
 
-CHECKPOINTS = "checkpoints"  # its name in a run directory
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 VERIFIED, CANDIDATE, DEMOTED = "verified", "candidate", "demoted"
 
 
-_FORMAT = 5
-_NAME = re.compile(r"step-(\d{8,18})(\.\d+)?(\.demoted)?")
+_FORMAT = 6
+_NAME = re.compile(r"step-(\d{8,18})(-\d+)?(\.demoted)?")
 
 
 class Damaged(ValueError):
@@ -51,33 +51,21 @@ class Manifest:
     samples: int  # of an update, over all processes and micro-batches
     each: int  # samples of a process, as configured; samples / world, unless the number of processes changed
     made_by: str
-    at: int  # milliseconds since 1970
     effects: dict[str, Any]  # of remedies: knobs, skipped samples, patched lines, rows in quarantine
     groups: list[Any]  # the configured settings of each optimizer's parameter groups
     files: dict[str, dict[str, Any]]  # size and digest of each
-
-    def text(self) -> str:
-        """Return the content of the file; its last key is a digest of all before it."""
-        body: dict[str, Any] = {"format": _FORMAT, **asdict(self)}
-        return json.dumps({**body, "sha256": files.digest_of(body)}, indent=1) + "\n"
 
 
 def read(checkpoint: Path) -> Manifest:
     """Read only the manifest of a checkpoint. Raises Damaged."""
     with _cannot_be_read(MANIFEST):
-        content = (checkpoint / MANIFEST).read_bytes()
+        node = unseal((checkpoint / MANIFEST).read_bytes().removesuffix(b"\n"))
+    if node is None or node.pop("format", None) != _FORMAT:
+        raise Damaged(f"{MANIFEST} is damaged, or of another version")
     try:
-        node = json.loads(content)
-        version = node.pop("format")
-        del node["sha256"]
-        manifest = Manifest(**node)
-    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        return Manifest(**node)
+    except TypeError as error:
         raise Damaged(f"{MANIFEST} is not a manifest") from error
-    if version != _FORMAT:
-        raise Damaged(f"is of format {version!s:.20}, where this version reads {_FORMAT}")
-    if manifest.text().encode() != content:  # of another digest, or the same values in another form
-        raise Damaged(f"{MANIFEST} is not what was written")
-    return manifest
 
 
 def verify(checkpoint: Path) -> Manifest:
@@ -164,9 +152,8 @@ class Store:
         """Write a checkpoint, read it back, and commit it unless it differs. Weights among `exported`, the tensors for
         other programs, are not written twice.
         """
-        usual = {name: one for name, one in exported.items() if one.dtype in NAMES}
-        rest = {name: one for name, one in parts["weights"].items() if name not in usual}
-        tree = SerializedTree({"parts": {**parts, "weights": rest}, "memory": dict(memory)})
+        rest = {name: part for name, part in parts.items() if name != "weights"}
+        tree = SerializedTree({"parts": rest, "memory": dict(memory)})
         if not self.path.is_dir():
             files.disk.make_directory(self.path)
             files.sync_directory(self.path.parent)
@@ -175,15 +162,12 @@ class Store:
             files.remove(new)
         files.disk.make_directory(new)
         try:
-            written = tree.write(new) | {WEIGHTS: files.write_file(new / WEIGHTS, chunks(usual))}
+            written = tree.write(new) | {WEIGHTS: files.write_file(new / WEIGHTS, chunks(exported))}
             manifest = replace(manifest, files=written)
-            files.write_file(new / MANIFEST, [manifest.text().encode()])
+            files.write_file(new / MANIFEST, [seal(json.dumps({"format": _FORMAT, **asdict(manifest)}))])
             verify(new)
-            path, number = self.path / f"step-{manifest.step:08}", 2
-            while (
-                path.exists() or path.with_name(path.name + DEMOTED_END).exists()
-            ):  # after a rewind a run comes to the same step again
-                path, number = self.path / f"step-{manifest.step:08}.{number}", number + 1
+            names = files.siblings(self.path / f"step-{manifest.step:08}")  # a run comes to a step again after a rewind
+            path = next(one for one in names if not (one.exists() or _demoted(one).exists()))
             files.sync_directory(new)
             files.disk.rename(new, path)
             files.sync_directory(self.path)
@@ -203,11 +187,9 @@ class Store:
         except (ValueError, OSError, SafetensorError) as error:
             raise Damaged(f"cannot be loaded: {' '.join(str(error).split())[:200]}") from error
         match tree:
-            case {"parts": {"weights": dict(rest)} as parts, "memory": dict(memory)} if len(tree) == 2:
-                if parts.get("clock") != manifest.step:
-                    raise Damaged("holds the state of another step than its manifest says")
+            case {"parts": dict(parts), "memory": dict(memory)} if parts.get("clock") == manifest.step:
                 there = {name: exported[name] for name in weights if name in exported}
-                return Saved({**parts, "weights": {**there, **rest}}, memory)
+                return Saved({**parts, "weights": there}, memory)
         raise Damaged("does not hold the state of a run")
 
     def demote(self, since: int) -> None:
@@ -215,7 +197,7 @@ class Store:
         for one in self.usable():
             if one.step > since:
                 with contextlib.suppress(FileNotFoundError):  # it was pruned meanwhile
-                    files.disk.rename(one.path, one.path.with_name(one.path.name + DEMOTED_END))
+                    files.disk.rename(one.path, _demoted(one.path))
                 log.info("the checkpoint %s is demoted: it is removed once a later one is verified", one.path.name)
                 files.sync_directory(self.path)
 
@@ -241,6 +223,10 @@ class Store:
         files.sweep(self.path)
 
 
+def _demoted(path: Path) -> Path:
+    return path.with_name(path.name + DEMOTED_END)
+
+
 _PIECE = 2**22  # bytes that are copied at a time
 
 
@@ -252,7 +238,7 @@ def gathered(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
 def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write a safetensors file; leave out, and name, what it cannot hold."""
     if odd := [f"{name} ({str(one.dtype)[6:]})" for name, one in sorted(tensors.items()) if one.dtype not in NAMES]:
-        log.warning("%s has no %s: safetensors have no such types; only checkpoints hold them", path, ", ".join(odd))
+        log.warning("%s has no %s: safetensors have no such types", path, ", ".join(odd))
     files.commit(path, chunks({name: one for name, one in tensors.items() if one.dtype in NAMES}))
 
 

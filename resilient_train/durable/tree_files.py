@@ -4,7 +4,7 @@
 booleans, integers, finite floats, text and lists as themselves, and all else as an object with one of these keys:
 
     {"dict": {"lr": 0.1}}   {"items": [[0, ...], ["a", ...]]}   {"tuple": [...]}   {"float": "nan"}   {"bytes": "AAE="}
-    {"tensor": "0", "dtype": "float32", "shape": [10]}   {"tensor": "1", ..., "numpy": "array"}
+    {"tensor": "0"}   {"tensor": "1", "order": [0, 2, 3, 1], "device": "cuda"}   {"tensor": "2", "numpy": "array"}
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,14 +35,18 @@ from resilient_train.data.trees import as_bytes, box_of
 from resilient_train.ground.files import write_file
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"
-NAMES = {  # of dtypes in safetensors; others (complex and future ones) are written as their bytes
+NAMES = {  # of dtypes in safetensors, which holds no others
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
     torch.bool: "BOOL",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.int64: "I64",
     torch.int32: "I32",
@@ -75,9 +78,6 @@ Place = tuple[str | int, ...]  # the keys that lead to a node
 
 _PLAIN = (type(None), bool, int, str)
 
-_NAMES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
-_DTYPES = {name: one for one, name in _NAMES.items() if re.match("bool|u?int|b?float|complex", name)}  # none quantized
-
 _CPU = torch.device("cpu")
 
 
@@ -102,9 +102,8 @@ class SerializedTree:
         self._text = json.dumps(self._node(tree, ()), allow_nan=False)
 
     def write(self, directory: Path) -> dict[str, dict[str, Any]]:
-        tensors = {name: one if one.dtype in NAMES else as_bytes(one) for name, one in self._tensors.items()}
         return {
-            TENSORS: write_file(directory / TENSORS, chunks(tensors)),
+            TENSORS: write_file(directory / TENSORS, chunks(self._tensors)),
             TREE: write_file(directory / TREE, [self._text.encode(), b"\n"]),
         }
 
@@ -134,18 +133,17 @@ class SerializedTree:
         raise _unfit(path, f"is a {type(node).__module__}.{type(node).__qualname__}")
 
     def _tensor(self, tensor: torch.Tensor, path: Place) -> dict[str, Any]:
-        name, is_known = str(len(self._tensors)), tensor.dtype in _DTYPES.values()
-        if tensor.layout is not torch.strided or tensor.is_meta or not is_known:
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in NAMES:
             raise _unfit(path, f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
-        described: dict[str, Any] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        described: dict[str, Any] = {"tensor": str(len(self._tensors))}
+        self._tensors[described["tensor"]] = tensor
         if (device := original_device(tensor).type) != "cpu":
             described["device"] = device
-        self._tensors[name] = tensor
         if not tensor.is_contiguous():  # as in channels_last: the last bit of a sum may depend on the order of the axes
             order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride()[axis])
             if tensor.permute(order).is_contiguous():
                 described["order"] = order
-        return {"tensor": name, **described}
+        return described
 
 
 class _Reading:
@@ -178,11 +176,7 @@ class _Reading:
         return node
 
     def _tensor(self, name: str, node: dict[str, Any]) -> torch.Tensor:
-        dtype, shape, saved = _DTYPES[node["dtype"]], node["shape"], self.tensors.pop(name)
-        if dtype not in NAMES:
-            saved = saved.clone().view(dtype).reshape(shape)  # cloned, as its bytes may begin anywhere in the file
-        if saved.dtype is not dtype or list(saved.shape) != shape:
-            raise ValueError(f"{name} is {saved.dtype}{list(saved.shape)}, not {dtype}{shape!r:.60}")
+        saved = self.tensors.pop(name)
         if (order := node.get("order")) is None:
             return saved
         inverse = [order.index(place) for place in range(saved.dim())]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections import deque
@@ -11,11 +10,7 @@ from dataclasses import dataclass
 
 from resilient_train.core.ring import Snapshot
 from resilient_train.durable.store import Entry
-from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.files import at_disk
-
-_PAUSE_S = 10.0  # between two attempts on a disk that fails
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @dataclass(eq=False)
@@ -29,28 +24,14 @@ class Job:
     entry: Entry | None = None  # the checkpoint that it wrote
     error: Exception | None = None
 
-    @property
-    def trouble(self) -> str:
-        assert self.error is not None
-        return getattr(self.error, "strerror", None) or in_one_line(self.error)
-
-    @property
-    def is_disk_full(self) -> bool:
-        return getattr(self.error, "errno", None) in _NO_ROOM
-
 
 class Writer:
-    """Writes one thing at a time; pauses for a while after a failure."""
+    """Writes one thing at a time."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.writing: Job | None = None
         self.finished: deque[Job] = deque()  # whoever reads one removes it
-        self._not_before = 0.0
-
-    @property
-    def is_free(self) -> bool:
-        return self.writing is None and time.monotonic() >= self._not_before
 
     def offer(self, job: Job) -> None:
         """Write this in a new thread, so that no thread is left after the run."""
@@ -62,7 +43,7 @@ class Writer:
         threading.Thread(target=self._execute, args=(job,), name="checkpoint-writer").start()
 
     def write_now(self, job: Job) -> Job:
-        """Wait for the current job, then write this, even during a pause."""
+        """Wait for the current job, then write this."""
         with at_disk(), self._changed:  # two at a time would write to the same directory
             self._changed.wait_for(lambda: self.writing is None)
             self.writing = job
@@ -79,7 +60,6 @@ class Writer:
             job.entry = job.write()
         except Exception as error:  # whatever goes wrong, training continues
             job.error = error
-            self._not_before = time.monotonic() + _PAUSE_S
         self.finished.append(job)
         with self._changed:
             self.writing = None

@@ -59,9 +59,6 @@ class Disk:
     def write(self, descriptor: int, data: memoryview, at: int) -> int:
         return os.pwrite(descriptor, data, at)
 
-    def truncate(self, descriptor: int, size: int) -> None:
-        os.ftruncate(descriptor, size)
-
     @at_disk()
     def sync(self, descriptor: int) -> None:
         os.fsync(descriptor)

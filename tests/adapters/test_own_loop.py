@@ -17,10 +17,11 @@ import pytest
 from fork_server import ENVIRONMENT
 from group import Group, launch
 from guarded import guard_over, mse, often, sums, trained
-from kills import stand, summary
+from kills import summary
 
 from resilient_train.command import incidents, status, sync
 from resilient_train.durable.lock import DirectoryLock
+from resilient_train.durable.progress import Position, Progress
 from resilient_train.durable.writer import Job, Writer
 from resilient_train.ground.errors import DirectoryInUse, GaveUp
 from resilient_train.ground.types import Outcome
@@ -322,9 +323,18 @@ def test_a_close_that_is_interrupted_while_it_writes_is_a_failure(
     DirectoryLock(run_dir).release()
 
 
-def test_the_end_of_a_loop_writes_what_the_disk_refused_and_closes_its_files(tmp_path: Path) -> None:
+def test_the_end_of_a_loop_writes_what_the_disk_refused_and_closes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where nothing else happens in between; and each update was noted once in `progress`."""
     listed = tmp_path / "run/incidents.jsonl"
+    noted, note = list[Position](), Progress._note
+
+    def noting(progress: Progress, position: Position) -> None:
+        noted.append(position)
+        note(progress, position)
+
+    monkeypatch.setattr(Progress, "_note", noting)
     guard = guard_of(tmp_path / "run", data=sums(64, bad=(5,)), steps=80)
     listed.unlink()
     listed.mkdir()
@@ -333,7 +343,7 @@ def test_the_end_of_a_loop_writes_what_the_disk_refused_and_closes_its_files(tmp
     listed.rmdir()
     guard.close()
     assert json.loads(listed.read_text())["outcome"] == "recovered"
-    assert stand(tmp_path / "run").number < 1.2 * guard.clock.tick
+    assert len(noted) < 1.2 * guard.clock.tick
     assert not [one for one in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(one)]
 
 

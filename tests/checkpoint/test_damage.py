@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import SAVING, command, train
+import torch
+from command import command, train
 from forged_checkpoints import CPU, write
 from kills import incidents, summary
+from safetensors.torch import load_file
 
 from resilient_train.command import checkpoints
 from resilient_train.durable import store as manifests
@@ -165,15 +167,11 @@ def test_without_one_that_verifies_a_run_says_so_and_stops(copied: Path, run_com
     assert "they are gone" in outcome.stdout + outcome.stderr
 
 
-def demote_all(run_dir: Path) -> None:
-    Store(run_dir).demote(0)
-
-
 def test_where_every_checkpoint_is_demoted_a_run_begins_again(
     copied: Path, run_command: command, unharmed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Who restarts it need do nothing; it says so, and ends as it would have without them."""
-    demote_all(copied)
+    Store(copied).demote(0)
     assert checkpoints.main([str(copied)]) == 0
     assert "a resume would begin at step 0: " in capsys.readouterr().out
     outcome = train(run_command, copied, 40)
@@ -183,15 +181,25 @@ def test_where_every_checkpoint_is_demoted_a_run_begins_again(
     assert outcome.summary(copied)["weights_sha256"] == unharmed
 
 
-def test_a_run_that_began_from_another_begins_there_again(copied: Path, run_command: command) -> None:
-    """It was never at a step 0 of its own."""
-    more, own = copied.with_name("more"), [*SAVING, "run.steps=40", f"run.dir={copied.with_name('more')}"]
-    named = f"run.resume={copied}"
-    assert run_command([*own, named]).code == 0
-    demote_all(more)
-    again = run_command([*own, "run.steps=50", named])
-    assert again.code == 0, again.stderr
-    assert "resumes from step 30" in again.stdout
+def test_weights_are_exported_as_they_were_trained(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For other programs. A checkpoint that is damaged is named, and the one before is taken; no file is replaced."""
+
+    def export(name: str) -> tuple[int, str]:
+        code = checkpoints.main([str(copied), "--weights", str(copied / name)])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    assert export("new") == (0, f"step 30 is in {copied / 'new'}\n")
+    exported, trained = load_file(copied / "new"), load_file(copied / "weights.safetensors")
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(one, trained[name]) for name, one in exported.items())
+    assert export("new") == (1, f"{copied / 'new'} is there already: --weights makes a new file\n")
+    newest, before, *_ = Store(copied).entries()
+    (newest.path / WEIGHTS).write_bytes(b"")
+    code, said = export("older")
+    assert code == 0
+    assert f"{newest.path.name}: {WEIGHTS} is not what was written" in said
+    assert f"step {before.step} is in " in said
 
 
 def test_damage_is_told_where_ticks_were_lost(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from kills import incidents as listed
 from kills import left_overs
 
 from resilient_train.durable import store as manifests
-from resilient_train.durable import writer
 from resilient_train.durable.journal import read
 from resilient_train.durable.store import Store
 
@@ -36,12 +35,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", path], check=True)
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer keeps away from a failing disk for seconds, and the runs here last no longer."""
-    monkeypatch.setattr(writer, "_PAUSE_S", 0.05)
 
 
 def fill(disk: Path, leave: int = 0) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from resilient_train.core.checks import Checks, Finding
 from resilient_train.ground.types import Anomaly, Signal, Vitals
-from resilient_train.report.story import read_story
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.log_every=100"]
 EVERY, MEMORY, PROOF, KEEP = 20, 10, 12, 2
@@ -222,26 +221,3 @@ def test_who_gave_up_says_so_again(here: Path, run_command: command) -> None:
     assert taken_up_at(Path("run")) == [int(left.name.removeprefix("step-"))]
     assert "changed: recovery.budget.in_a_row: 5 there, 50 here" in other.stdout
     assert other.summary("run")["steps"] == 120
-
-
-TREATED = ["objective=custom", "objective._target_=user_programs.mse", "accelerate.cpu=true", "tracking=none"]
-TREATED += ["schedule=constant", "run.steps=200", "data=custom", "checks.no_progress.every=0", *DISK]
-PLAIN_ROWS = ["model=custom", "model._target_=user_programs.Plain", "data.train._target_=user_programs.Fixed"]
-
-
-def test_an_open_incident_is_closed_and_counted_by_whoever_goes_on(nursery: Nursery) -> None:
-    """Once, with the updates that the killed process made counted; the next of its kind takes the second rung."""
-    run_dir = nursery.place / "open"
-    ladder = "[{do:[skip],strikes:1},{do:[skip,{lower_lr:{factor:0.5}}],strikes:1}]"
-    arguments = [*TREATED, *PLAIN_ROWS, "drill=nan_grad", "drill.at=[80,140]", "run.dir=open"]
-    arguments += [f"recovery.ladders.default={ladder}", f"recovery.ladders.transient={ladder}"]
-    assert nursery.struck(signal.SIGKILL, run_dir, 100, *arguments, hold=110) == -signal.SIGKILL
-    (chapter,) = read_story(run_dir).chapters
-    assert chapter.incident.outcome is None
-    assert incidents(run_dir) == []
-    last = nursery.run(*arguments)
-    assert last.code == 0, last.output
-    first, second = [one for one in incidents(run_dir) if one["signal"] == "nonfinite_grad"]
-    assert (first["id"], first["outcome"], first["tick"]) == (chapter.incident.id, "recurred", 80)
-    assert [action["remedy"] for action in first["actions"]] == ["skip"]
-    assert [action["remedy"] for action in second["actions"]] == ["skip", "lower_lr"]

@@ -138,15 +138,6 @@ SLOW += ["run.step_timeout=2.5", "run.steps=90", "checks.weights.every=1"]
 
 
 _sync: Any = os.fsync
-_is_writing, _may_go_on = threading.Event(), threading.Event()
-
-
-def stuck(fd: Any) -> None:
-    """A disk on which what the writer syncs lasts until it may go on."""
-    if threading.current_thread().name == "checkpoint-writer":
-        _is_writing.set()
-        _may_go_on.wait()
-    _sync(fd)
 
 
 def slow(fd: Any) -> None:
@@ -160,37 +151,6 @@ def fails(fd: Any) -> None:
     if threading.current_thread().name == "checkpoint-writer":
         raise MemoryError("no memory for that")
     _sync(fd)
-
-
-def flips_while_written(model: nn.Module, batch: Any) -> Tensor:
-    """One bit flips as soon as a checkpoint is being written; the disk goes on when 20 more updates were made."""
-    os.fsync = stuck
-    if _is_writing.is_set() and model.training:
-        _flipped.append(1)
-        if len(_flipped) == 1:
-            weight = next(model.parameters())
-            with torch.no_grad():
-                weight.view(-1).view(torch.int32)[7] ^= 1 << 30
-        if len(_flipped) == 20:
-            _may_go_on.set()
-    return loss_of(model, batch)
-
-
-_flipped: list[int] = []
-
-
-def test_a_rewind_does_not_wait_for_a_checkpoint_that_is_to_be_trusted(nursery: Nursery) -> None:
-    """It is of an earlier state: it gets its end behind the rewind, and counts."""
-    run_dir = nursery.place / "stuck"
-    done = nursery.run(*SLOW, "objective._target_=test_saving.flips_while_written", "run.dir=stuck")
-    assert done.code == 0, done.output
-    (found,) = incidents(run_dir)
-    assert (found["cause"], found["outcome"]) == ("corruption", "recovered")
-    assert found["rewound_to"] is not None
-    treated = in_journal(run_dir, "incident_treated")[0]["n"]
-    assert in_journal(run_dir, "checkpoint_saved")[0]["n"] > treated
-    assert all(checkpoints(run_dir).values())
-    assert left_overs(run_dir) == []
 
 
 def fails_while_written(model: nn.Module, batch: Any) -> Tensor:
@@ -217,9 +177,6 @@ def test_a_run_that_ends_waits_for_what_is_being_written(nursery: Nursery) -> No
 
 
 def without_memory_for_a_while(model: nn.Module, batch: Any) -> Tensor:
-    from resilient_train.durable import writer
-
-    writer._PAUSE_S = 0.05
     time.sleep(0.005)
     os.fsync = fails if len(_updates) < 60 else _sync
     return loss_of(model, batch)

@@ -92,21 +92,21 @@ ODD: dict[str, Any] = {
     "nan inside": [torch.tensor([math.nan, -0.0, math.inf]), np.array([math.nan, -0.0])],
     "shared": [base, base[3:], base.view(4, 6), base.view(4, 6).t(), base[::2], base],
     "expanded": torch.ones(1, 3).expand(5, 3),
-    "one of two": [torch.ones(2)[::2], torch.ones(2, dtype=torch.complex128)[::2], torch.ones(3, 2).t()[:, ::3]],
-    "conjugate": [torch.tensor([1 + 2j, 3j]).conj(), torch.tensor([1 + 2j], dtype=torch.complex128).conj().imag],
+    "one of two": [torch.ones(2)[::2], torch.ones(2, dtype=torch.complex64)[::2], torch.ones(3, 2).t()[:, ::3]],
+    "conjugate": [torch.tensor([1 + 2j, 3j]).conj(), torch.tensor([1 + 2j], dtype=torch.complex64).conj().imag],
     "parameter": [nn.Parameter(torch.ones(2)).data, nn.Linear(2, 2).weight.detach()],
     "dtypes": [
         torch.zeros(3).to(dtype)
         for dtype in (
             *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-            *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool, torch.complex64, torch.complex128),
+            *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool, torch.complex64),
             *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
         )
     ],
     "unaligned": {"one": torch.ones(1, dtype=torch.int8), "two": torch.tensor([1 + 2j, 3]), "three": np.arange(3.0)},
     "arrays": [
         *(np.arange(6).reshape(2, 3).T, np.arange(6)[::2], np.array([True, False])),
-        *(np.array([1 + 2j]), np.asfortranarray(np.eye(3))),
+        np.asfortranarray(np.eye(3)),
     ],
     "generators": [
         random.Random(3).getstate(),
@@ -120,30 +120,23 @@ ODD: dict[str, Any] = {
 }
 
 
+def test_what_comes_back_is_the_callers_own(tmp_path: Path) -> None:
+    """Tensors, parameters too, and arrays share nothing with each other or with the file; a state_dict is a dict."""
+    saved: dict[str, Any] = {"tensors": [base, base], "array": np.arange(3), "kept": nn.Linear(2, 1).state_dict()}
+    loaded = there_and_back(tmp_path / "tree", saved)
+    loaded["tensors"][0].add_(1)
+    loaded["array"] += 1
+    assert torch.equal(loaded["tensors"][1], base)
+    assert_same(load_tree(tmp_path / "tree"), saved | {"kept": dict(saved["kept"])})
+    parameter = there_and_back(tmp_path / "parameter", [nn.Linear(2, 2).weight])[0]
+    assert (type(parameter), parameter.requires_grad) == (torch.Tensor, False)
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_odd_trees_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     """Every kind of leaf, key and shape comes back with its type, its dtype and its bits."""
     tree = {name: ODD[name]} if name == "__metadata__" else ODD[name]
     assert_same(there_and_back(tmp_path / "tree", tree), tree)
-
-
-def test_everything_that_comes_back_can_be_written_to(tmp_path: Path) -> None:
-    """Tensors, parameters too, and arrays are the caller's own, and share nothing with each other or with the file."""
-    tree = {"tensors": [base, base], "array": np.arange(3)}
-    parameter = there_and_back(tmp_path / "parameter", [nn.Linear(2, 2).weight])[0]
-    assert (type(parameter), parameter.requires_grad) == (torch.Tensor, False)
-    loaded = there_and_back(tmp_path / "tree", tree)
-    loaded["tensors"][0].add_(1)
-    loaded["array"] += 1
-    assert torch.equal(loaded["tensors"][1], base)
-    assert_same(load_tree(tmp_path / "tree"), tree)
-
-
-def test_the_state_of_a_module_comes_back_as_a_dict(tmp_path: Path) -> None:
-    """An OrderedDict is what `state_dict` of a kept average returns."""
-    saved = nn.Linear(2, 1).state_dict()
-    assert type(saved) is not dict
-    assert_same(there_and_back(tmp_path / "tree", {"kept": saved}), {"kept": dict(saved)})
 
 
 class Pair(NamedTuple):
@@ -161,6 +154,7 @@ class Pair(NamedTuple):
         ([torch.empty(2, device="meta")], "meta"),
         *(([np.array([one])], "[0] is a numpy array of ") for one in (object(), "text")),
         ([1j], "[0] is a builtins.complex"),
+        ([torch.ones(1, dtype=torch.complex128)], "[0] is a torch.strided tensor of torch.complex128"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -176,7 +170,7 @@ def test_what_cannot_be_saved_is_named_by_its_place(tmp_path: Path, tree: Any, p
 GOOD = {
     "a": torch.arange(6.0).reshape(2, 3),
     "b": np.arange(3),
-    "c": torch.ones(2, dtype=torch.complex128),
+    "c": torch.ones(2, dtype=torch.complex64),
     "d": [1.5, (2,)],
 }
 

@@ -116,7 +116,7 @@ def unharmed(nursery: Nursery) -> dict[str, Any]:
     return summary(nursery.place / "unharmed")
 
 
-Moment = Callable[[Path, int, Forked], bool]  # (where, the number of its newest record before the start, who)
+Moment = Callable[[Path, int, Forked], bool]  # (where, its newest tick before the start, who)
 
 
 def going_on(holds: Callable[[Path], bool]) -> Moment:
@@ -124,7 +124,7 @@ def going_on(holds: Callable[[Path], bool]) -> Moment:
 
     def waits(run_dir: Path, before: int, started: Forked) -> bool:
         return started.until(
-            lambda: stand(run_dir).number > before and (holds(run_dir) or is_held(run_dir.parent)), look_s=0.0005
+            lambda: stand(run_dir).tick > before and (holds(run_dir) or is_held(run_dir.parent)), look_s=0.0005
         )
 
     return waits
@@ -174,7 +174,7 @@ def test_at_whichever_moment_it_is_asked_nothing_is_lost(nursery: Nursery, unhar
     run_dir, arguments = nursery.place / "stopped", [*DRILLED, "run.dir=stopped"]
     ticks = 0
     for name, moment in MOMENTS.items():
-        before = stand(run_dir).number
+        before = stand(run_dir).tick
         with held_at(nursery.place, STEPS - 5):
             started = nursery.start(*arguments)
             assert moment(run_dir, before, started), f"ended before {name}: {started.output[-1500:]}"

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from stories import free_text
 
 from resilient_train.durable.incident_log import IncidentLog
@@ -72,15 +70,8 @@ def test_what_is_read_back_is_what_was_in_memory(full: tuple[Path, list[dict[str
     assert not path.exists(), "the first entry makes it"
 
 
-def test_a_journal_that_cannot_be_read_is_never_written_over(tmp_path: Path) -> None:
-    """Whoever does not know what it holds must not go on as if it held nothing."""
-    (tmp_path / "journal.jsonl").mkdir()
-    with pytest.raises(TrainError, match="cannot be read"):
-        Journal(tmp_path / "journal.jsonl")
-
-
-def test_a_journal_of_another_version_is_refused_in_one_line(full: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Neither read nor written over, even if only its last process was of that version."""
+def test_a_journal_that_cannot_be_read_is_refused_in_one_line(full: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Neither read nor written over, even if only its last process was of another version."""
     path, entries = full
     content = path.read_bytes() + _sealed(json.dumps({**entries[0], "n": 4, "format": 3}).encode()[:-1])
     path.write_bytes(content)
@@ -89,15 +80,19 @@ def test_a_journal_of_another_version_is_refused_in_one_line(full: tuple[Path, l
     with pytest.raises(OSError, match=r"^is of format 3, where this version reads 2: resume"):
         read(path)
     assert path.read_bytes() == content
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(TrainError, match="cannot be read"):
+        Journal(path)
 
 
 def test_a_cut_at_any_byte_leaves_the_entries_before_it(full: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Opening gives the whole entries, the next one takes the place of the rest, and what is written is read back."""
+    """Opening gives the whole entries, the next one begins a new line, and what is written is read back."""
     path, entries = full
     content = path.read_bytes()
     for length in range(len(content) + 1):
         path.write_bytes(content[:length])
-        whole = content[:length].count(b"\n")
+        whole = content[: length + 1].count(b"\n")  # all but its newline is a whole one
         assert read(path) == entries[:whole]
         assert path.read_bytes() == content[:length], "half an entry may become a whole one: only the writer cuts"
         journal = Journal(path)
@@ -139,38 +134,25 @@ def test_what_follows_a_damaged_line_is_kept(
     assert Journal(path).entries == journal.entries
 
 
-def test_a_tail_that_is_no_entry_is_cut_off(
-    full: tuple[Path, list[dict[str, Any]]], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Zeroed pages after a power cut, or anything else: it is said, and the next entry takes its place."""
+def test_a_tail_that_is_no_entry_is_left_out(full: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Zeroed pages after a power cut, or anything else: the next entry begins a line of its own."""
     path, entries = full
     content = path.read_bytes()
     for tail in (b"\0" * 4096, b"{}\n", b"[1]\n", b"nonsense\n\n\n", b'{"n": 4}\n', "ü\n".encode()):
         path.write_bytes(content + tail)
         journal = Journal(path)
         assert journal.entries == entries
-        assert f"replaces the last {len(tail)} bytes" in caplog.text
         journal.write("four")
-        assert path.read_bytes().startswith(content)
-        assert len(path.read_bytes().splitlines()) == 4
+        assert path.read_bytes().startswith(content + tail)
         assert read(path) == journal.entries
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ({"a": math.nan, 1: [math.inf, (-math.inf,)]}, {"a": "nan", "1": ["inf", ["-inf"]]}),
-        (Signal.HANG, "hang"),
-        ([True, None, 3, 0.5, "x"], [True, None, 3, 0.5, "x"]),
-        (Path("a/b"), "a/b"),
-        ({3}, [3]),
-        ([np.float32(0.5), np.int64(3), np.float64("nan")], [0.5, 3, "nan"]),
-    ],
-)
-def test_plain_is_what_any_reader_takes(value: Any, expected: Any) -> None:
+def test_plain_is_what_any_reader_takes() -> None:
     """Text for what JSON has no word for, everything else as it is; numpy's numbers are numbers."""
-    assert plain(value) == expected
-    assert strictly(json.dumps(plain(value))) == expected
+    given = {"a": math.nan, 1: [math.inf, (True, None, 3)], "signal": Signal.HANG, "path": Path("a/b"), "set": {3}}
+    given["numpy"] = [np.float32(0.5), np.int64(3), np.float64("nan")]
+    taken = {"a": "nan", "1": ["inf", [True, None, 3]], "signal": "hang", "path": "a/b", "set": [3]}
+    assert strictly(json.dumps(plain(given))) == plain(given) == taken | {"numpy": [0.5, 3, "nan"]}
 
 
 def test_a_journal_that_was_removed_is_written_anew(full: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -236,36 +218,23 @@ def test_a_line_has_the_contracts_keys_first() -> None:
     assert list(line["culprit"]) == ["phase", "op", "module", "file", "line", "inputs"]
 
 
-words = st.text(max_size=8)
-places = st.integers(0, 10**9)
-facts = st.just(()) | words.map(free_text)
-plain_settings = st.dictionaries(
-    words.filter(lambda word: word != "remedy"), st.integers() | st.booleans() | words | st.floats(allow_nan=False)
-)
-culprits = st.none() | st.builds(Culprit, words, words, words, words, places, st.lists(plain_settings).map(tuple))
-incidents = st.builds(
-    Incident,
-    id=st.integers(1, 9),
-    anomaly=st.builds(
-        Anomaly, st.sampled_from(Signal), places, places, places, facts, st.booleans(), st.lists(places).map(tuple)
+INCIDENTS = {
+    "a spike": SPIKE,
+    "a line": POISON,
+    "the end": replace(
+        POISON,
+        diagnosis=replace(POISON.diagnosis, culprit=None, symptom=POISON.diagnosis.culprit),
+        decision=Decision((Action("lower_lr", {"factor": math.inf}),), rung=3, gave_up=free_text("enough\n")),
+        outcome=Outcome.GAVE_UP,
     ),
-    diagnosis=st.builds(
-        Diagnosis, st.sampled_from(Cause), facts, culprits, st.lists(places).map(tuple), symptom=culprits
-    ),
-    decision=st.builds(
-        Decision, st.lists(st.builds(Action, words, plain_settings)).map(tuple), places, st.none() | facts
-    ),
-    rewound_to=st.none() | places,
-    steps_lost=places,
-    seconds=st.floats(0, 1e9),
-    outcome=st.none() | st.sampled_from(Outcome),
-)
+    "nothing known": Incident(2, Anomaly(Signal.HANG, 0, 0, 0), Diagnosis(Cause.PROCESS), Decision()),
+}
 
 
-@settings(max_examples=20, deadline=None)
-@given(incident=incidents)
-def test_an_incident_comes_back_from_its_line(incident: Incident) -> None:
+@pytest.mark.parametrize("name", INCIDENTS)
+def test_an_incident_comes_back_from_its_line(name: str) -> None:
     """A resumed process has every incident as it was, and every one of them can be told."""
+    incident = INCIDENTS[name]
     line = strictly(json.dumps(as_line(incident)))
     finite = from_line(line)  # an infinity in the settings became its name
     assert as_line(finite) == line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,6 @@ from user_programs import Augmented, Fixed, RarelyRandom
 
 from resilient_train.core.randomness import seed_host
 from resilient_train.data.rows import fingerprint
-from resilient_train.extensions import quarantine
 from resilient_train.extensions.quarantine import QUARANTINE, RowsLeftOut
 from resilient_train.ground.types import fact
 
@@ -71,27 +69,6 @@ def test_a_healthy_run_has_no_list_and_fetches_no_row(tmp_path: Path) -> None:
         one.add({row: RAISES}, 1, 1)
         one.write()
     assert len(asked) == 1
-
-
-def test_a_full_disk_costs_the_list_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The rows are in quarantine all the same; the list is written with the next change, and the failure told once."""
-    one = quarantine_of(tmp_path)
-    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "resilient_train"):
-        patched.setattr(quarantine, "commit_json", full)
-        for row in (3, 4):
-            one.add({row: RAISES}, 5, 6)
-            one.write()
-    assert list(one.rows) == [3, 4]
-    (line,) = caplog.messages
-    assert "quarantine.json cannot be written (No space left on device): this is retried with the next row" in line
-    one.write()
-    assert [row["row"] for row in json.loads((tmp_path / QUARANTINE).read_text())["rows"]] == [3, 4]
-
-
-def full(path: Path, tree: Any) -> None:
-    raise OSError(28, "No space left on device")
 
 
 # The fingerprint.

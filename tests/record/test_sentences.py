@@ -24,7 +24,6 @@ from resilient_train.durable.journal import JOURNAL, Journal, read
 from resilient_train.ground import sentences, wording
 
 PACKAGE = Path(resilient_train.__file__).parent
-DRILLED = [*MINE, "run.steps=120", "drill=gauntlet"]
 GIVES_UP = ["drill=inf_loss", "drill.at=[20,21,22,23,24,25]", "recovery.budget.in_a_row=3"]
 OF_SUMMARY = ("status", "exit_code", "steps", "ticks", "trial_updates", "verdict", "final_loss", "weights_sha256")
 
@@ -46,9 +45,7 @@ def killed(entries: int) -> None:
 RUNS: dict[str, list[Callable[[], None]]] = {
     "ten faults": [partial(train, Path("run"))],
     "killed and resumed": [partial(killed, 40), partial(train, Path("run"))],
-    "drills": [partial(python, "-m", "resilient_train", *DRILLED, "run.dir=run")],
     "gives up": [partial(python, "-m", "resilient_train", *MINE, *GIVES_UP, "run.dir=run", "run.steps=60")] * 2,
-    "sweep": [partial(python, "-m", "resilient_train", *DRILLED, "--multirun", "run.seed=1,2", "hydra.sweep.dir=run")],
 }
 
 
