@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset
 
-L = pytest.importorskip("lightning")
+pytest.importorskip("lightning")
 
+from lightning.pytorch import LightningModule  # noqa: E402
 from lightning.pytorch.callbacks import (  # noqa: E402
     BackboneFinetuning,
     Callback,
@@ -164,7 +165,7 @@ def test_a_plan_without_an_end_is_unknown(tmp_path: Path, more: dict[str, Any], 
 ROWS = 64  # eight updates an epoch
 
 
-class Recipe(L.LightningModule):  # type: ignore[misc]  # mypy skips Lightning
+class Recipe(LightningModule):  # type: ignore[misc]  # mypy skips Lightning
     def __init__(self, *, one_cycle: bool = False, struck_at: int = -1) -> None:
         super().__init__()
         torch.manual_seed(5)
