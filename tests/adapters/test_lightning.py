@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch import LightningModule  # noqa: E402
+import lightning as L  # noqa: E402
 from lightning.pytorch.callbacks import (  # noqa: E402
     BackboneFinetuning,
     Callback,
@@ -165,7 +165,7 @@ def test_a_plan_without_an_end_is_unknown(tmp_path: Path, more: dict[str, Any], 
 ROWS = 64  # eight updates an epoch
 
 
-class Recipe(LightningModule):  # type: ignore[misc]  # mypy skips Lightning
+class Recipe(L.LightningModule):  # type: ignore[misc]  # mypy skips Lightning
     def __init__(self, *, one_cycle: bool = False, struck_at: int = -1) -> None:
         super().__init__()
         torch.manual_seed(5)
