@@ -141,15 +141,6 @@ def frozen() -> nn.Module:
     return Plain().requires_grad_(False)
 
 
-class Undeterministic(Plain):
-    """Goes through an operation that torch has in no deterministic form."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.body(x)
-        pooled, where = nn.functional.max_pool1d(out.mT[None], 2, return_indices=True)
-        return out + 0.0 * nn.functional.max_unpool1d(pooled, where, [2]).sum()
-
-
 class BatchEncodings(Fixed):
     """Rows for the habits of Hugging Face."""
 

@@ -26,6 +26,8 @@ The address that was used last is used unless another is given. If it holds a to
 written down, give it again by --uri or MLFLOW_TRACKING_URI, or use MLflow's own variables for them. Those, and
 ~/.mlflow/credentials, are sent to no address that only the directory names: give it by --uri."""
 
+_CREDENTIALS = [f"MLFLOW_TRACKING_{name}" for name in ("TOKEN", "PASSWORD", "AUTH", "AWS_SIGV4")]
+_CREDENTIALS += ["PGPASSWORD", "MYSQL_PWD"]
 _END = f'"kind": "{ENDED}"'.encode()
 _EVERY_S, _LOOK_EVERY_S = 1.5, 0.1  # between uploads while a run lasts, and between looks whether it has ended
 _RETRY_AT_MOST_S = 30.0
@@ -96,20 +98,12 @@ def _address(run_dir: Path, given: str | None, cursor: UploadCursor) -> str:
     if (database := database_of(uri)) is not None:
         if not database.parent.is_dir():
             raise TrainError(f"{database} cannot be here, as {database.parent} is missing: give --uri")
-    elif names := _credentials(uri):
-        why = f"only the directory names {masked(uri)}, and {' and '.join(names)} would be sent there"
+    elif any(map(os.environ.get, _CREDENTIALS)) or Path("~/.mlflow/credentials").expanduser().exists():
+        # This host is no exception: others may run the server.
+        why = f"only the directory names {masked(uri)}, and your credentials for MLflow would be sent there"
         what = f"add --uri {shlex.quote(masked(uri))}, or set MLFLOW_TRACKING_URI to it"
         raise TrainError(f"{why}: if that is your server, {what}")
     return uri
-
-
-def _credentials(uri: str) -> list[str]:
-    """Return which credentials would be sent to an address. This host is no exception: others may run the server."""
-    if uri.startswith(("postgresql", "mysql")):
-        return [name for name in ("PGPASSWORD", "MYSQL_PWD") if os.environ.get(name)]
-    names = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4")
-    file = Path("~/.mlflow/credentials").expanduser()
-    return [*(name for name in names if os.environ.get(name)), *([str(file)] if file.exists() else [])]
 
 
 def _upload(uploader: Uploader, has_ended: Callable[[float], bool], say: Callable[[str], None]) -> str | None:

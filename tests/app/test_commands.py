@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -101,25 +100,6 @@ def test_a_resume_that_fails_keeps_the_counts_of_the_run(run_command: command, h
     assert read_story(here / "run").step == 10
 
 
-def test_a_disk_that_is_full_at_the_resume_costs_no_figures(
-    run_command: command, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the next process does not take it for a crash."""
-    first = train(run_command, here / "run", 10).summary(here / "run")
-
-    def full(path: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr("resilient_train.command.run.commit_text", full)
-        failed = train(run_command, here / "run", 20).summary(here / "run")
-    figures = ("steps", "ticks", "first_loss", "final_loss")
-    assert failed["status"] == "failed"
-    assert [failed[name] for name in figures] == [first[name] for name in figures]
-    resumed = train(run_command, here / "run", 20).summary(here / "run")
-    assert (resumed["steps"], resumed["incidents"]["total"]) == (20, 0)
-
-
 def test_every_job_of_a_sweep_has_its_own_directory(run_command: command) -> None:
     """Also in a place given by hand, and where what is swept makes no other run; a bad job does not end a sweep."""
     outcome = run_command([*MINE, "--multirun", "run.steps=2,-1,3", "run.dir=swept", "hydra.sweep.dir=."])
@@ -186,13 +166,6 @@ def test_a_switch_reaches_the_forward(run_command: command, monkeypatch: pytest.
         assert outcome.code == 0, outcome.stderr
         for witness in ("autocast", "compiled", "deterministic"):
             assert f"{witness} {is_on}" in outcome.stdout
-
-
-def test_deterministic_says_what_torch_cannot_do(run_command: command) -> None:
-    words = ["run.steps=3", "run.deterministic=true", "model._target_=user_programs.Undeterministic"]
-    with pytest.warns(UserWarning, match="does not have a deterministic implementation"):
-        done = run_command([*MINE, *words])
-    assert done.code == 0, done.stderr
 
 
 @pytest.mark.parametrize("train", ["BatchEncodings", "NestedRows"])

@@ -50,7 +50,7 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
     at = stand(run_dir).step
     code, line = told(capsys, run_dir)
     assert code == 1
-    assert line.startswith(f"Killed (no exit message): at step {at:,} of 10,000,000. ")
+    assert line.startswith(f"Killed (no exit message): at step {at:,} of 10,000,000; ")
     assert " The same command resumes from step " in line
 
     second = nursery.start(*command, FOR_EVER)
@@ -92,7 +92,7 @@ def test_status_of_what_is_no_run_is_2_and_of_nonsense_1(content: str | None, tm
     assert told(capsys, tmp_path)[0] == 2
     if content is not None:
         (tmp_path / "config.yaml").write_text("run: !!python/object/apply:os.abort []\n")
-        assert told(capsys, tmp_path)[1].startswith("Killed (no exit message): at step 0. ")
+        assert told(capsys, tmp_path)[1].startswith("Killed (no exit message): at step 0; ")
 
 
 def test_status_is_quick(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -282,29 +281,6 @@ def pod_spec(job: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def fits(kind: str, node: dict[str, Any]) -> bool:
-    """Say whether a manifest fits the schema: a key that it does not have is lost on the way through."""
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
-    pydantic = pytest.importorskip("pydantic")
-    try:
-        return bool(getattr(models, kind).from_dict(deepcopy(node)).to_dict() == node)
-    except pydantic.ValidationError:
-        return False
-
-
-def test_the_manifest_fits_the_schema_of_kubeflow_trainer() -> None:
-    """Both of its documents, to the last key; names in it lead to what is there."""
-    assert (JOB["apiVersion"], JOB["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    assert fits("TrainerV1alpha1TrainJob", JOB)
-    assert (CLAIM["apiVersion"], CLAIM["kind"]) == ("v1", "PersistentVolumeClaim")
-    assert fits("IoK8sApiCoreV1PersistentVolumeClaim", CLAIM)
-    (container,), volumes = pod_spec(JOB)["containers"], pod_spec(JOB)["volumes"]
-    assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in volumes}
-    assert {"claimName": CLAIM["metadata"]["name"]} in [one.get("persistentVolumeClaim") for one in volumes]
-    own = {one["name"]: one["value"] for one in POD["env"]}
-    assert own["RUN_DIR"].startswith(container["volumeMounts"][0]["mountPath"] + "/")
-
-
 @pytest.mark.parametrize(("run", "code"), [("leave completed 0", 0), ("leave gave_up 3; exit 1", 3), ("exit 1", 2)])
 def test_a_pod_ends_as_the_run_did(run: str, code: int, cluster: Cluster) -> None:
     """So Kubernetes starts it again unless the run is complete."""
@@ -345,19 +321,3 @@ def test_every_way_to_ask_for_a_sweep_is_known(words: list[str], monkeypatch: py
     command._answer(parse(["model=mlp", "run.name=-m"]))
     with pytest.raises(ConfigError, match=r"^--multirun: a launcher's processes make one run"):
         command._answer(parse([*words, "run.seed=0,1"]))
-
-
-def test_jobs_of_a_sweep_that_run_elsewhere_are_not_forgotten(cluster: Cluster) -> None:
-    """By the launcher of submitit, here on this host: a job is refused, and the sweep ends with 1."""
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="hydra-submitit-launcher is not installed")
-    own = ["hydra/launcher=submitit_local", *DIGITS, "run.steps=-1", "hydra.sweep.dir=sweep"]
-    with cluster.start(sys.executable, "-m", "resilient_train", "--multirun", *own) as started:
-        said, _ = started.communicate(timeout=240)
-    assert started.returncode == 1, said
-    assert "error: job 0 of the sweep ended with 2" in said
-    assert "run.steps=-1: must be a whole number (at least 1)" in "".join(
-        log.read_text() for log in cluster.place.glob(JOB_ERRORS)
-    )
-
-
-JOB_ERRORS = "sweep/.submitit/*/*_log.err"

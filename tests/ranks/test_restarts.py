@@ -157,23 +157,6 @@ def test_an_agent_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- stopped
 
 
-def test_a_rank_that_does_not_go_on_is_noticed_and_the_run_is_started_again(tmp_path: Path) -> None:
-    """The agent kills it, and for the next start that is a crash."""
-    run_dir = tmp_path / "run"
-    arguments = [*OWN, "run.dir=run", "run.steps=1000000", "run.step_timeout=5"]
-    with Launched(tmp_path, 2, *arguments, restarts=2, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1") as launched:
-        at_step(launched, run_dir, 40)
-        ranks = launched.ranks()
-        os.kill(ranks[0], signal.SIGSTOP)
-        restarted(launched, ranks)
-        at_step(launched, run_dir, stand(run_dir).step + 60)  # that it has recovered is known by then
-        os.kill(launched.ranks()[0], signal.SIGTERM)
-        assert launched.wait() == 0, launched.output
-    assert summary(run_dir)["exit_code"] == 75
-    assert [one["signal"] for one in incidents(run_dir)] == ["crash"]
-    assert left_overs(run_dir) == []
-
-
 # ------------------------------------------------------------------------------------------------------------ failing
 
 

@@ -22,7 +22,7 @@ from resilient_train.durable.journal import BEGAN, METRICS, OUTBOX, Outbox, entr
 from resilient_train.ground.errors import ConfigError
 from resilient_train.report import tracker as tracking
 from resilient_train.report.connection import UploadCursor, locate, url
-from resilient_train.report.story import command, where_to_look
+from resilient_train.report.story import command
 from resilient_train.report.tracker import TrackingConfig, build
 from resilient_train.report.uploader import Uploader
 
@@ -148,16 +148,6 @@ def test_what_mlflow_does_not_take_as_it_is_arrives_all_the_same(home: Path, tmp
     assert len([*(home / "mlartifacts").rglob("train.log")]) == 1
 
 
-def test_a_link_in_a_directory_that_somebody_else_wrote_is_not_followed(home: Path, tmp_path: Path) -> None:
-    secret = tmp_path / "secret.txt"
-    secret.write_text("secret")
-    with outbox(tmp_path / "odd") as box:
-        (tmp_path / "odd/train.log").symlink_to(secret)
-        box.put("unknown", values=[None])
-    run = uploaded(tmp_path / "odd", home)
-    assert [one.path for one in client_of(run).list_artifacts(run["run_id"])] == []
-
-
 def test_a_new_database_is_shared_and_no_kill_ruins_it(tmp_path: Path) -> None:
     """MLflow itself cannot open a database again that was left in the middle of its migrations.
 
@@ -249,20 +239,6 @@ def test_a_store_is_named_by_the_configuration_or_else_by_the_environment(
             build(config(), tmp_path, tmp_path)
 
 
-def test_the_command_that_opens_a_database_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server needs none; where the environment is not activated, the program is named with its path."""
-    programs, path = Path(sys.executable).parent, os.environ["PATH"]
-    for uri, expected in {
-        "sqlite:////my runs/mlflow.db": "mlflow ui --backend-store-uri 'sqlite:////my runs/mlflow.db'",
-        "http://tracking:5000": "",
-        "databricks": "",
-    }.items():
-        for searched, program in ((f"{programs}:{path}", ""), ("/usr/bin", f"{sys.executable} -m ")):
-            monkeypatch.setenv("PATH", searched)
-            said = [line.partition("\n  ")[2] for line in where_to_look(uri, None)]
-            assert said == ([f"{program}{expected}"] if expected else [])
-
-
 def test_one_name_for_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for where, expected in (
@@ -281,14 +257,3 @@ def test_the_link_opens_the_overview() -> None:
         "https://me:secret@tracking.example/mlflow/": "https://tracking.example/mlflow",
     }.items():
         assert url(uri, "1", "abc") == f"{root}/#/experiments/1/runs/abc?workflowType=machine_learning"
-
-
-def test_a_cursor_forgets_only_what_is_known_of_another_destination(tmp_path: Path) -> None:
-    """A run that resumes while its server is down is still the same run in MLflow, and uploads nothing twice."""
-    known = {"tracking_uri": "http://127.0.0.1:9", "experiment": "e", "run_id": "abcdef0123456789", "delivered": 100}
-    (tmp_path / "mlflow.json").write_text(json.dumps(known))
-    UploadCursor(tmp_path).aim("http://127.0.0.1:9", "e")
-    assert json.loads((tmp_path / "mlflow.json").read_text()) == known
-    UploadCursor(tmp_path).aim("http://127.0.0.1:9", "another")
-    assert UploadCursor(tmp_path).run is None
-    assert UploadCursor(tmp_path).get("delivered") is None
