@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -93,15 +92,6 @@ def test_status_of_what_is_no_run_is_2_and_of_nonsense_1(content: str | None, tm
     if content is not None:
         (tmp_path / "config.yaml").write_text("run: !!python/object/apply:os.abort []\n")
         assert told(capsys, tmp_path)[1].startswith("Killed (no exit message): at step 0; ")
-
-
-def test_status_is_quick(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("run: {steps: 3}")
-    (tmp_path / "summary.json").write_text('{"status": "completed", "exit_code": 0, "steps": 3}')
-    program = "import sys; from resilient_train.command.status import main; main(sys.argv[1:]); "
-    start = [sys.executable, "-c", program + "sys.exit('torch' in sys.modules)", str(tmp_path)]
-    said = subprocess.run(start, check=True, capture_output=True, text=True).stdout
-    assert said == f"{tmp_path}: All is well: 3 steps; no incidents.\n"
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -47,26 +46,6 @@ def restarted(launched: Launched, ranks: dict[int, int]) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- joining
-
-
-def test_every_attempt_has_a_name_of_its_own() -> None:
-    """All its ranks agree on it, in whatever order they come, on a store that is full of what others have left."""
-    store, names, size = HashStore(), list[str](), 4
-    for ranks in (range(size), reversed(range(size))):
-        agreed: dict[int, str] = {}
-
-        def joins(rank: int, agreed: dict[int, str] = agreed) -> None:
-            agreed[rank] = attempt_name(store, rank, size, timedelta(seconds=200))
-
-        threads = [threading.Thread(target=joins, args=(rank,)) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(200)
-        assert set(agreed) == set(range(size))
-        assert len(set(agreed.values())) == 1
-        names.append(agreed[0])
-    assert names[0] != names[1]
 
 
 def test_who_asked_before_it_was_killed_gets_no_answer_in_the_place_of_another() -> None:
