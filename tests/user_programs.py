@@ -219,17 +219,6 @@ class Lengthy(Counting, torch.utils.data.IterableDataset[dict[str, Any]]):
         return self.rows
 
 
-class Caching(Fixed):
-    """Draws noise once, at its first row, and keeps it."""
-
-    noise: Tensor | None = None
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if self.noise is None:
-            self.noise = torch.randn(6)
-        return self.x[index] + self.noise, self.y[index]
-
-
 def sometimes_rare(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """A metric that one rank has and another one has not."""
     loss = mse(model, batch)

@@ -321,3 +321,19 @@ def test_every_way_to_ask_for_a_sweep_is_known(words: list[str], monkeypatch: py
     command._answer(parse(["model=mlp", "run.name=-m"]))
     with pytest.raises(ConfigError, match=r"^--multirun: a launcher's processes make one run"):
         command._answer(parse([*words, "run.seed=0,1"]))
+
+
+def test_jobs_of_a_sweep_that_run_elsewhere_are_not_forgotten(cluster: Cluster) -> None:
+    """By the launcher of submitit, here on this host: a job is refused, and the sweep ends with 1."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="hydra-submitit-launcher is not installed")
+    own = ["hydra/launcher=submitit_local", *DIGITS, "run.steps=-1", "hydra.sweep.dir=sweep"]
+    with cluster.start(sys.executable, "-m", "resilient_train", "--multirun", *own) as started:
+        said, _ = started.communicate(timeout=240)
+    assert started.returncode == 1, said
+    assert "error: job 0 of the sweep ended with 2" in said
+    assert "run.steps=-1: must be a whole number (at least 1)" in "".join(
+        log.read_text() for log in cluster.place.glob(JOB_ERRORS)
+    )
+
+
+JOB_ERRORS = "sweep/.submitit/*/*_log.err"
