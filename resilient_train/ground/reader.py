@@ -208,9 +208,11 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
     if origin is dict:
         return value if isinstance(value, Mapping) else _REFUSED
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        if not is_list(value):
+        has_length = _has_length(origin, inner)
+        if not is_list(value) or (has_length and len(value) != len(inner)):
             return _REFUSED
-        every = [_converted(one, _element(inner), limits) for one in value]
+        kinds = inner if has_length else (*inner, Any)[:1] * len(value)
+        every = [_converted(one, its, limits) for one, its in zip(value, kinds, strict=True)]
         return _REFUSED if _REFUSED in every else every if origin is list else tuple(every)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind in (int, float):
@@ -229,9 +231,8 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
     return value if kind not in _NAMES or isinstance(value, kind) else _REFUSED
 
 
-def _element(inner: tuple[Any, ...]) -> Any:
-    """Return the type of the elements of a list, if all have the same; how many there have to be is not checked."""
-    return inner[0] if len({*inner} - {...}) == 1 else Any
+def _has_length(origin: Any, inner: tuple[Any, ...]) -> bool:
+    return origin is tuple and bool(inner) and ... not in inner
 
 
 def _is_within(value: float, limits: Mapping[str, Any]) -> bool:
@@ -253,8 +254,8 @@ def _allowed(kind: Any, limits: Mapping[str, Any]) -> str:
     if origin is dict:
         return "a mapping"
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        each = _element(inner)
-        return "a list" + ("" if each is Any else f", each {_allowed(each, limits)}")
+        each = f", each {_allowed(inner[0], limits)}" if len({*inner} - {...}) == 1 else ""
+        return f"a list{each}" + (f", {len(inner)} in all" if _has_length(origin, inner) else "")
     bounds = [f"{name} {limits[key]}" for key, name in _LIMITS.items() if key in limits] if kind in (int, float) else []
     return _NAMES.get(kind, getattr(kind, "__name__", "a value")) + (f" ({', '.join(bounds)})" if bounds else "")
 

@@ -18,12 +18,12 @@ from stories import BAD_ROW, CLIMBED, PASSED, ROOT, free_text, incident, story
 from resilient_train.ground.types import Cause, Culprit, Decision, Diagnosis, Incident, Outcome, fact
 from resilient_train.ground.wording import say
 from resilient_train.report.story import Checkpoint, Story, open_advice, read_story, review
-from resilient_train.report.uploader import note, text
+from resilient_train.report.uploader import note
 
 LIMIT = 8_000  # characters of a tag in MLflow
 HOSTILE = "a|b`c`\n# <script>alert(1)</script> [x](http://evil) ![y](z) **b** __init__ ~~s~~ :smile: @me &amp; \\| $x$"
 
-READER = MarkdownIt("commonmark").enable("table")
+READER = MarkdownIt("commonmark")
 SYNTAX = list("|`*_[]<>()\\\n#-=~:@&!.$")
 strange = some.text(some.characters(exclude_categories=["Cs"]) | some.sampled_from(SYNTAX), max_size=80)
 
@@ -32,35 +32,6 @@ def inline(markdown: str) -> Iterator[Token]:
     for block in READER.parse(markdown):
         yield block
         yield from block.children or ()
-
-
-def shown(raw: str) -> str:
-    """What a person is to see of words: all of them, in one line."""
-    return "".join(one if one.isprintable() else "?" for one in " ".join(raw.split()) if one != "`").strip()
-
-
-def cells(markdown: str) -> list[list[str]]:
-    rows: list[list[str]] = []
-    blocks = READER.parse(markdown)
-    for at, block in enumerate(blocks):
-        if block.type == "tr_open":
-            rows.append([])
-        elif block.type in ("td_open", "th_open"):
-            content = blocks[at + 1].children or []
-            rows[-1].append("".join(one.content for one in content).strip())
-    return rows
-
-
-# --------------------------------------------------------------------------------------------------------------- words
-
-
-@given(raw=strange)
-def test_words_are_shown_as_they_are(raw: str) -> None:
-    """Nothing in them is taken for markdown, HTML or a link, and they stay in their cell."""
-    markdown = f"| a | b |\n| --- | --- |\n| {text(raw, 1000)} | c |\n"
-    assert cells(markdown)[1:] == [[shown(raw), "c"]]
-    kinds = {one.type for one in inline(markdown)}
-    assert not kinds & {"html_inline", "html_block", "link_open", "image", "em_open", "code_inline"}
 
 
 # ---------------------------------------------------------------------------------------------------------------- note
