@@ -88,19 +88,6 @@ class Console:
         lines.first.wait_for()
         return lines
 
-    def charts(self, last: str) -> Locator:
-        """Look at the charts, down to the one that is titled `last`."""
-        self._open(f"{self._run}/model-metrics?{KIND}")
-        self.page.get_by_text("Add chart").first.wait_for()
-        title = self.page.get_by_text(last, exact=True)
-        width, height = SIZE.values()
-        self.page.mouse.move(width / 2, height / 2)
-        while not title.count():
-            self.page.mouse.wheel(0, 400)
-            self.page.wait_for_timeout(200)
-        title.first.scroll_into_view_if_needed()
-        return title.first
-
     def alone(self) -> None:
         close = self.page.get_by_role("button", name="Close", exact=True)
         if close.count():

@@ -96,12 +96,3 @@ def test_the_overview_tells_the_story(person: Console, shown: Shown) -> None:
     assert lines.count() == len(shown.incidents)
     assert person.page.get_by_text("newest checkpoint").count() == 1
     assert person.page.get_by_text("nan_grad at tick 20, bit_flip at tick 31").count() == 1
-
-
-def test_the_curves_of_the_training_are_the_first_charts(person: Console) -> None:
-    person.charts("grad_norm")
-    person.alone()
-    headings = person.page.get_by_text(re.compile(r"^(train|treatment|validation)$"))
-    headings.first.wait_for()
-    assert headings.all_inner_texts() == ["train", "treatment", "validation"]
-    person.picture(SHOTS / "charts.png")
