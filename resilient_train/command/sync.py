@@ -16,7 +16,7 @@ from resilient_train.durable.endings import at_work, is_run
 from resilient_train.durable.journal import ENDED, OUTBOX
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.secrets import masked
-from resilient_train.report.connection import UploadCursor, database_of, lacking, locate, root_cause
+from resilient_train.report.connection import UploadCursor, database_of, locate, root_cause
 from resilient_train.report.tracker import EXPERIMENT
 from resilient_train.report.uploader import Uploader
 
@@ -67,7 +67,7 @@ def main(words: list[str]) -> int:
         say(f"{run_dir}: MLflow at {masked(uri)} has everything")
         return 0
     say(trouble)
-    print(f"{run_dir}: MLflow did not get everything: {lacking(run_dir)}", file=sys.stderr)
+    print(f"{run_dir}: MLflow did not get everything", file=sys.stderr)
     return 1
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from resilient_train.durable.journal import OUTBOX, entries
+from resilient_train.durable.journal import OUTBOX
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.files import commit_text, read_json
 from resilient_train.ground.secrets import masked
-from resilient_train.ground.wording import counted
 
 MLFLOW_JSON = "mlflow.json"  # its name in a run directory
 DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
@@ -62,14 +61,6 @@ class UploadCursor(dict[str, Any]):
     def _forget_run(self) -> None:
         for name in ("run_id", "url", "delivered"):
             self.pop(name, None)
-
-
-def lacking(directory: Path) -> str:
-    """Say how many entries of the outbox MLflow does not have, as far as the run directory knows."""
-    with suppress(OSError):
-        if left := sum(1 for _ in entries(directory / OUTBOX, UploadCursor(directory).get("delivered", 0))):
-            return f"it lacks {counted(left, 'entry')} of {OUTBOX}"
-    return "what it shows is not complete"
 
 
 def locate(uri: str | None, home: Path) -> str:

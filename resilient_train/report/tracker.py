@@ -19,7 +19,7 @@ from uuid import uuid4
 from resilient_train.durable.journal import BEGAN, ENDED, METRICS, OUTBOX, Outbox
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.wording import log
-from resilient_train.report.connection import UploadCursor, lacking, locate
+from resilient_train.report.connection import UploadCursor, locate
 from resilient_train.report.story import command
 
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
@@ -89,8 +89,8 @@ class OutboxTracker(Tracker):
         finally:
             self._end_uploader()
         if trouble is not None:
-            what = "MLflow at %s did not get everything: %s (%s); to upload the rest, from any machine:\n  %s"
-            log.warning(what, self._uri, lacking(self._directory), trouble, command("sync", self._directory))
+            what = "MLflow at %s did not get everything (%s); to upload the rest, from any machine:\n  %s"
+            log.warning(what, self._uri, trouble, command("sync", self._directory))
         return UploadCursor(self._directory).run  # from the file that the uploader keeps there
 
     def _finish_uploads(self) -> str | None:
