@@ -24,7 +24,6 @@ from resilient_train.report.story import command
 
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
 
-_EXPLAIN_AFTER_S = 1.0
 _MOST_BYTES = 10_000  # of what the process says at once
 
 
@@ -99,13 +98,9 @@ class OutboxTracker(Tracker):
             self._start_uploader()  # once more
         if self.uploader is None:
             return self._trouble
-        drain_s = self._config.drain_s
-        try:
-            output, _ = self.uploader.communicate(timeout=min(drain_s, _EXPLAIN_AFTER_S))
-        except subprocess.TimeoutExpired:
-            why = "uploading to MLflow, for up to %g s; Ctrl-C leaves the rest to %s"
-            log.info(why, drain_s, command("sync", self._directory))
-            output, _ = self.uploader.communicate(timeout=drain_s - _EXPLAIN_AFTER_S)
+        what = "uploading to MLflow, for up to %g s; Ctrl-C leaves the rest to %s"
+        log.info(what, self._config.drain_s, command("sync", self._directory))
+        output, _ = self.uploader.communicate(timeout=self._config.drain_s)
         if self.uploader.returncode:
             self._report(output)
             return self._trouble

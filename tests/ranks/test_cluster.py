@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -146,15 +145,6 @@ def wait_for(holds: Callable[[], bool], started: subprocess.Popen[str]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the script
-
-
-@pytest.mark.parametrize("text", [SBATCH.read_text(), POD["args"][0]], ids=["slurm.sbatch", "kubernetes.yaml"])
-@pytest.mark.parametrize("judge", [["bash", "-n"], ["shellcheck", "--shell=bash", "-"]], ids=["bash", "shellcheck"])
-def test_the_shells_text_is_sound(judge: list[str], text: str) -> None:
-    if shutil.which(judge[0]) is None:
-        pytest.skip(f"{judge[0]} is not installed")
-    done = subprocess.run(judge, input=text, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_scripts_know_the_line_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

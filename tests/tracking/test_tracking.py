@@ -197,28 +197,19 @@ def test_a_dead_server_is_said_once_with_how_to_upload_the_rest(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_process_that_cannot_be_started_or_dies_is_reported_and_holds_up_nothing(
+def test_a_process_that_cannot_be_started_or_dies_is_reported(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     python = tmp_path / "python"
-    words = "print('cannot open'); sys.exit(1)"
-    python.write_text(f"#!{sys.executable}\nimport sys; {words}\n")
+    python.write_text(f"#!{sys.executable}\nimport sys; print('cannot open'); sys.exit(1)\n")
     python.chmod(0o755)
-    for executable, said in (
-        ("/nowhere/python", "no process can be started: [Errno 2] No such file"),
-        (str(python), "its process ended with 1"),
-    ):
+    for executable, said in (("/nowhere/python", "no process can be started: [Errno 2]"), (str(python), "cannot open")):
         caplog.clear()
         monkeypatch.setattr(tracking.sys, "executable", executable)  # type: ignore[attr-defined]
         tracker = build(config(), tmp_path, home)
         tracker.begin()
-        deadline = time.monotonic() + LONG_S
-        while said not in caplog.text:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
         assert tracker.finish() is None
-        last = said if executable.startswith("/nowhere") else "cannot open"
-        assert f"({last}" in caplog.text.split("did not get everything")[1]
+        assert f"({said}" in caplog.text.split("did not get everything")[1]
 
 
 def test_a_store_is_named_by_the_configuration_or_else_by_the_environment(
