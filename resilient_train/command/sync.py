@@ -37,7 +37,6 @@ _MOST_FAILURES = 3  # in a row, at the end
 def main(words: list[str]) -> int:
     parser = parser_of("sync", _HELP, "0 if MLflow has everything, 1 if not, 2 if the store is unknown")
     parser.add_argument("--uri", "--tracking-uri", help="another tracking store: sqlite:///file.db, http://host:5000")
-    parser.add_argument("--experiment", help="another experiment for the run")
     parser.add_argument("--follow", action="store_true", help="continue to upload until the run has ended")
     given = parser.parse_args(words)
     run_dir = given.run_dir.absolute()
@@ -61,7 +60,7 @@ def main(words: list[str]) -> int:
             time.sleep(_LOOK_EVERY_S)
         return is_over
 
-    with closing(Uploader(run_dir, uri, given.experiment or cursor.get("experiment") or EXPERIMENT, say)) as uploader:
+    with closing(Uploader(run_dir, uri, cursor.get("experiment") or EXPERIMENT, say)) as uploader:
         trouble = _upload(uploader, has_ended, say)
     if trouble is None:
         say(f"{run_dir}: MLflow at {masked(uri)} has everything")

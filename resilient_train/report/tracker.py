@@ -125,7 +125,7 @@ class OutboxTracker(Tracker):
         """Start `resilient-train sync --follow`, which writes what prevents an upload, a line for each trouble."""
         self._end_uploader()
         # -P: else a mlflow.py in the working directory would be imported.
-        start = [sys.executable, "-P", "-m", "resilient_train", "sync", str(self._directory.absolute())]
+        start = [sys.executable, "-P", "-m", "resilient_train", "sync", str(self._directory.absolute()), "--follow"]
         # The address may hold a password, so it is no argument: those are public. Modules are found where ours are.
         environment = {
             **os.environ,
@@ -135,7 +135,7 @@ class OutboxTracker(Tracker):
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         try:
             self.uploader = subprocess.Popen(
-                [*start, "--follow", f"--experiment={self._config.experiment}"],
+                start,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

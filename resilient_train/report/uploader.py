@@ -242,8 +242,8 @@ def note(story: Story) -> str:
     while True:
         older = len(story.chapters) - len(met)
         more = [f"- {say(fact('older', count=older))}, in `{INCIDENTS}`"] if older else []
-        told = ["", "The incidents, the newest first:", "", *met, *more] if story.chapters else []
-        if len(whole := "\n".join([*lines, *told])) <= LIMIT:
+        shown = ["", "The incidents, the newest first:", "", *met, *more] if story.chapters else []
+        if len(whole := "\n".join([*lines, *shown])) <= LIMIT:
             return whole
         met.pop()
 

@@ -159,7 +159,7 @@ def test_a_new_database_is_shared_and_no_kill_ruins_it(tmp_path: Path) -> None:
         with outbox(tmp_path / name / "run") as box:
             box.put(METRICS, tick=1, values={"loss": 0.5})
         command = [sys.executable, "-m", "resilient_train", "sync", str(tmp_path / name / "run")]
-        commands.append([*command, "--uri", f"sqlite:///{home}/mlflow.db", "--experiment", EXPERIMENT])
+        commands.append([*command, "--uri", f"sqlite:///{home}/mlflow.db"])
     with subprocess.Popen(commands[0]) as syncing:
         while not any(path.stat().st_size > 100_000 for path in home.rglob("*.db")):
             assert syncing.poll() is None
