@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
-import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,28 +86,6 @@ def uploaded(run_dir: Path, home: Path) -> dict[str, Any]:
     run = UploadCursor(run_dir).run
     assert run is not None
     return run
-
-
-def test_a_run_ends_as_training_did(home: Path, tmp_path: Path) -> None:
-    """A run that is not back at its level has not succeeded. Rows have the time of their call."""
-    ends = {"completed": "FINISHED", "preempted": "KILLED", "failed": "FAILED", "gave_up": "FAILED"}
-    for status, stored in ends.items():
-        before = time.time_ns() // 1_000_000
-        with outbox(tmp_path / status) as box:
-            box.put(METRICS, tick=1, values={"loss": 0.5})
-            after = time.time_ns() // 1_000_000
-        (tmp_path / status / "summary.json").write_text(json.dumps({"status": status, "exit_code": 0}))
-        run = uploaded(tmp_path / status, home)
-        info = fetched(run).info
-        assert (info.status, info.run_name) == (stored, status)
-        assert info.end_time >= info.start_time
-        [(tick, at, loss)] = history(run, "train/loss")
-        assert (tick, loss) == (1, 0.5)
-        assert before <= at <= after
-    with outbox(tmp_path / "off"):
-        pass
-    (tmp_path / "off/summary.json").write_text('{"status": "completed", "exit_code": 0, "verdict": "unrecovered"}')
-    assert fetched(uploaded(tmp_path / "off", home)).info.status == "FAILED"
 
 
 BENT = {
@@ -228,16 +203,6 @@ def test_a_store_is_named_by_the_configuration_or_else_by_the_environment(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI="):
             build(config(), tmp_path, tmp_path)
-
-
-def test_one_name_for_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    for where, expected in (
-        (f"{Path(sys.executable).parent}:{os.environ['PATH']}", "resilient-train"),
-        ("/usr/bin", f"{sys.executable} -m resilient_train"),
-    ):
-        monkeypatch.setenv("PATH", where)
-        assert command("incidents", tmp_path / "my run") == f"{expected} incidents 'my run'"
 
 
 def test_the_link_opens_the_overview() -> None:
