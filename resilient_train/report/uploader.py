@@ -236,7 +236,9 @@ def note(story: Story) -> str:
     """Return the description in MLflow, with as many of the newest incidents as fit below its limit."""
     headline, details = verdict(story)
     things = [text(one, _LONGEST) for one in shortened(things_to_do(story), _MOST_TO_DO)]
-    first = " ".join([f"**{text(headline, _LONGEST)}.**", *(["**Do:**", *things] if things else [])])
+    first = f"**{text(headline, _LONGEST)}.**"
+    if things:
+        first += f" **Do:** {' '.join(things)}"
     lines = [first, "", *_listed([details, *left(story), say(fact("axis"))])]
     met = _listed(" ".join(block(chapter, "line")) for chapter in story.chapters[:-_MOST_LINES:-1])
     while True:
