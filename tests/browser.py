@@ -50,7 +50,7 @@ class Console:
     def __init__(self, page: Page, address: str, experiment_id: str, run_id: str) -> None:
         self.page, self.errors = page, list[str]()
         self._address = address
-        self._experiment, self._run = f"experiments/{experiment_id}", f"experiments/{experiment_id}/runs/{run_id}"
+        self._run = f"experiments/{experiment_id}/runs/{run_id}"
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: self._note(str(error)))
         page.on("response", lambda one: self._note(f"{one.status} {one.url}") if one.status >= 400 else None)
@@ -65,13 +65,12 @@ class Console:
         self.page.goto("about:blank")  # else only what is behind the # changes, and the old page is still there
         self.page.goto(f"{self._address}/#/{path}")
 
-    def first_screen(self, picture: Path, run_id: str | None = None) -> str:
+    def first_screen(self, picture: Path) -> str:
         """Open the page of a run as on the first visit, press nothing, and return the words in view."""
         assert self.page.context.browser is not None
         first_visit = self.page.context.browser.new_context(viewport=LAPTOP)  # type: ignore[arg-type]
         page = first_visit.new_page()
-        run = self._run if run_id is None else f"{self._experiment}/runs/{run_id}"
-        page.goto(f"{self._address}/#/{run}?{KIND}")
+        page.goto(f"{self._address}/#/{self._run}?{KIND}")
         page.get_by_text("Description").first.wait_for(timeout=PATIENCE_MS)
         page.get_by_text("resilience.status").first.wait_for(timeout=PATIENCE_MS)
         page.wait_for_timeout(1000)
@@ -87,19 +86,6 @@ class Console:
         lines = self.page.locator("li", has_text=re.compile(r"^incident \d+"))
         lines.first.wait_for()
         return lines
-
-    def charts(self, last: str) -> Locator:
-        """Look at the charts, down to the one that is titled `last`."""
-        self._open(f"{self._run}/model-metrics?{KIND}")
-        self.page.get_by_text("Add chart").first.wait_for()
-        title = self.page.get_by_text(last, exact=True)
-        width, height = SIZE.values()
-        self.page.mouse.move(width / 2, height / 2)
-        while not title.count():
-            self.page.mouse.wheel(0, 400)
-            self.page.wait_for_timeout(200)
-        title.first.scroll_into_view_if_needed()
-        return title.first
 
     def alone(self) -> None:
         close = self.page.get_by_role("button", name="Close", exact=True)

@@ -141,15 +141,6 @@ def frozen() -> nn.Module:
     return Plain().requires_grad_(False)
 
 
-class Undeterministic(Plain):
-    """Goes through an operation that torch has in no deterministic form."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.body(x)
-        pooled, where = nn.functional.max_pool1d(out.mT[None], 2, return_indices=True)
-        return out + 0.0 * nn.functional.max_unpool1d(pooled, where, [2]).sum()
-
-
 class BatchEncodings(Fixed):
     """Rows for the habits of Hugging Face."""
 
@@ -226,17 +217,6 @@ class Lengthy(Counting, torch.utils.data.IterableDataset[dict[str, Any]]):
 
     def __len__(self) -> int:
         return self.rows
-
-
-class Caching(Fixed):
-    """Draws noise once, at its first row, and keeps it."""
-
-    noise: Tensor | None = None
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if self.noise is None:
-            self.noise = torch.randn(6)
-        return self.x[index] + self.noise, self.y[index]
 
 
 def sometimes_rare(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:

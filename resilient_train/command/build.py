@@ -28,7 +28,7 @@ from resilient_train.durable.resume import Resume
 from resilient_train.extensions import load
 from resilient_train.ground.errors import ConfigError, in_one_line, unusable
 from resilient_train.ground.reader import checked, find
-from resilient_train.ground.wording import PROGRESS, counted, duration, log
+from resilient_train.ground.wording import counted, duration, log
 from resilient_train.loop.guard import Guard
 from resilient_train.loop.reporter import Place
 from resilient_train.loop.schedule import CurveSchedule, ShadowSchedule
@@ -272,7 +272,7 @@ def report(run: Run) -> None:
     more = "".join(f"  {name} {one:.4g}" for name, one in own.items() if math.isfinite(one))
     left_s = 1e-3 * values.get("step_ms", 0.0) * (steps - step)
     numbers = f"loss {values['loss']:.4f}{more}  grad {values['grad_norm']:.3g}  lr {values['lr']:.2e}"
-    log.info("step %d/%d  %s  %s left", step, steps, numbers, duration(left_s), extra=PROGRESS)
+    log.info("step %d/%d  %s  %s left", step, steps, numbers, duration(left_s))
     run.guard.reporter.show(values)
 
 

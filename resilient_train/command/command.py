@@ -79,7 +79,7 @@ def _answer(given: argparse.Namespace) -> None:
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")
-def _job(raw: DictConfig) -> float | None:
+def _job(raw: DictConfig) -> None:
     """Train one run, or one of a sweep: if it fails, the others still run."""
     hydra_config = HydraConfig.get()
     given: Any = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)  # reading one may fail
@@ -99,15 +99,14 @@ def _job(raw: DictConfig) -> float | None:
         # Here, as it imports torch, which takes seconds: help, completion and most mistakes need none.
         from resilient_train.command.run import run
 
-        code, loss = run(made)
+        code = run(made)
     except Exception as error:
-        code, loss = _complain(error, given), None
+        code = _complain(error, given)
     _codes.append(code)
     if code and os.getpid() != _main_process:
         raise TrainError(f"job {hydra_config.job.num} of the sweep ended with {code}: its own output says why")
     if code == Stopped.exit_code and is_sweep:
         raise Stopped("a request to stop also ends the remaining jobs of a sweep")
-    return loss  # what a sweeper minimises
 
 
 def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:

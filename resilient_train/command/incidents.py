@@ -9,7 +9,6 @@ from pathlib import Path
 
 from resilient_train.command import no_run, parser_of
 from resilient_train.command.terminal import print_line
-from resilient_train.durable.endings import LAUNCH
 from resilient_train.durable.journal import JOURNAL
 from resilient_train.durable.run_history import in_words
 from resilient_train.ground.errors import TrainError
@@ -18,7 +17,6 @@ from resilient_train.ground.wording import describe, say
 from resilient_train.report.story import Story, block, read_story, review
 
 _LOOK_EVERY_S = 1.0
-_RESTARTS_WITHIN_S = 120.0  # by a launcher, which cannot be seen from here
 
 
 def main(words: list[str]) -> int:
@@ -38,22 +36,16 @@ def main(words: list[str]) -> int:
 
 
 def _show(run_dir: Path, *, as_json: bool, follows: bool) -> int:
-    """Show a run, and while it `follows` new incidents, until nothing could restart it any more."""
+    """Show a run, and while it `follows` new incidents, until its process has ended."""
     story = first = read_story(run_dir)
     if story.state == "none" and not (run_dir / JOURNAL).exists():
         return no_run(run_dir)
     if not as_json:
         _print_summary(story)
     known: dict[int, Outcome | None] = {}  # the outcomes of incidents when they were shown
-    # Between two processes of a run none is at work for a moment: a kill has to be seen twice.
-    patience_s = _RESTARTS_WITHIN_S if (run_dir / LAUNCH).is_file() else 2 * _LOOK_EVERY_S
-    running_at = time.monotonic()
     while True:
         _print_news(story, known, as_json=as_json, follows=follows)
-        if story.process:
-            running_at = time.monotonic()
-        may_go_on = story.process or story.state in ("killed", "failed")
-        if not follows or not may_go_on or time.monotonic() - running_at > patience_s:
+        if not follows or not story.process:
             break
         time.sleep(_LOOK_EVERY_S)
         story = read_story(run_dir)

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -57,11 +56,9 @@ _KEPT = ("steps", "ticks", "steps_lost", "trial_updates", "first_loss", "final_l
 _LOADER = "torch/utils/data/dataloader.py"
 _FOR_OTHERS_S = 1.2  # seconds in which the watchdogs of other ranks look at their clocks, too
 
-Ending = tuple[int, float | None]  # exit code; loss of the evaluation if there was one, else of the training
 
-
-def run(composed: Composed) -> Ending:
-    """Train as configured, in a run directory. An error becomes one line, a summary and an exit code."""
+def run(composed: Composed) -> int:
+    """Train as configured, in a run directory; return the exit code. An error becomes one line and a summary."""
     config = composed.config
     limits = (config.run.start_timeout, config.run.step_timeout, config.run.save_timeout)
     limit = max(limits) + _BEHIND_WATCHDOG_S if all(limits) else 0.0
@@ -71,7 +68,7 @@ def run(composed: Composed) -> Ending:
     try:
         directory = world.on_main(lambda: claim(composed, locks))
         if directory.finished is not None:
-            ending = _already_finished(directory, directory.finished, world)
+            code = _already_finished(directory, directory.finished, world)
         else:
             terminal.log_to(directory.log(world.rank))
             _set_deterministic(config.run.deterministic)
@@ -82,10 +79,10 @@ def run(composed: Composed) -> Ending:
                 except BaseException as caught:  # a SystemExit of user code does not end the run either
                     error = caught
                 requests.is_in_loop = True  # the rest is short, and is finished in any case
-                ending = session.end(error, requests)
-        if ending[0] == 0:
+                code = session.end(error, requests)
+        if code == 0:
             world.leave()
-        return ending
+        return code
     finally:
         terminal.close()
         for lock in locks:
@@ -325,7 +322,7 @@ class _Session:
             log.info("the state of step %s is in %s: %s from there", f"{step:,}", path, onward)
         return path is not None
 
-    def end(self, error: BaseException | None, requests: StopRequests) -> Ending:
+    def end(self, error: BaseException | None, requests: StopRequests) -> int:
         directory, run, is_main = self.directory, self.run, self.world.is_main
         why = self._failure_elsewhere(error)
         if why is not None:
@@ -363,7 +360,7 @@ class _Session:
                     requests.may_interrupt = False
         if isinstance(error, KeyboardInterrupt):
             raise error
-        return _ending_of(asdict(summary))
+        return summary.exit_code
 
     def _summary(self, error: BaseException | None) -> Summary:
         seconds = time.monotonic() - self.started
@@ -399,19 +396,14 @@ def _place_of(hang: Hang) -> tuple[str, bool]:
     return "no line of yours", False
 
 
-def _already_finished(directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
+def _already_finished(directory: RunDirectory, summary: dict[str, Any], world: World) -> int:
     done = "gave up" if summary["status"] == "gave_up" else f"is complete: {counted(summary['steps'], 'step')}"
     log.info("%s %s", directory.path, done)
     for key, how in directory.changes.items():
         log.info("differs from this command: %s: %s", key, how)
     if world.is_main:
         print_review(directory.path)
-    return _ending_of(summary)
-
-
-def _ending_of(summary: Mapping[str, Any]) -> Ending:
-    evaluated = summary.get("eval") or {}
-    return summary["exit_code"], None if summary["exit_code"] else evaluated.get("loss", summary.get("final_loss"))
+    return int(summary["exit_code"])
 
 
 def _print_error(error: BaseException, directory: RunDirectory, world: World) -> None:

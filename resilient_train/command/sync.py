@@ -16,7 +16,7 @@ from resilient_train.durable.endings import at_work, is_run
 from resilient_train.durable.journal import ENDED, OUTBOX
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.secrets import masked
-from resilient_train.report.connection import UploadCursor, database_of, lacking, locate, root_cause
+from resilient_train.report.connection import UploadCursor, database_of, locate, root_cause
 from resilient_train.report.tracker import EXPERIMENT
 from resilient_train.report.uploader import Uploader
 
@@ -26,6 +26,8 @@ The address that was used last is used unless another is given. If it holds a to
 written down, give it again by --uri or MLFLOW_TRACKING_URI, or use MLflow's own variables for them. Those, and
 ~/.mlflow/credentials, are sent to no address that only the directory names: give it by --uri."""
 
+_CREDENTIALS = [f"MLFLOW_TRACKING_{name}" for name in ("TOKEN", "PASSWORD", "AUTH", "AWS_SIGV4")]
+_CREDENTIALS += ["PGPASSWORD", "MYSQL_PWD"]
 _END = f'"kind": "{ENDED}"'.encode()
 _EVERY_S, _LOOK_EVERY_S = 1.5, 0.1  # between uploads while a run lasts, and between looks whether it has ended
 _RETRY_AT_MOST_S = 30.0
@@ -35,7 +37,6 @@ _MOST_FAILURES = 3  # in a row, at the end
 def main(words: list[str]) -> int:
     parser = parser_of("sync", _HELP, "0 if MLflow has everything, 1 if not, 2 if the store is unknown")
     parser.add_argument("--uri", "--tracking-uri", help="another tracking store: sqlite:///file.db, http://host:5000")
-    parser.add_argument("--experiment", help="another experiment for the run")
     parser.add_argument("--follow", action="store_true", help="continue to upload until the run has ended")
     given = parser.parse_args(words)
     run_dir = given.run_dir.absolute()
@@ -59,13 +60,13 @@ def main(words: list[str]) -> int:
             time.sleep(_LOOK_EVERY_S)
         return is_over
 
-    with closing(Uploader(run_dir, uri, given.experiment or cursor.get("experiment") or EXPERIMENT, say)) as uploader:
+    with closing(Uploader(run_dir, uri, cursor.get("experiment") or EXPERIMENT, say)) as uploader:
         trouble = _upload(uploader, has_ended, say)
     if trouble is None:
         say(f"{run_dir}: MLflow at {masked(uri)} has everything")
         return 0
     say(trouble)
-    print(f"{run_dir}: MLflow did not get everything: {lacking(run_dir)}", file=sys.stderr)
+    print(f"{run_dir}: MLflow did not get everything", file=sys.stderr)
     return 1
 
 
@@ -96,20 +97,12 @@ def _address(run_dir: Path, given: str | None, cursor: UploadCursor) -> str:
     if (database := database_of(uri)) is not None:
         if not database.parent.is_dir():
             raise TrainError(f"{database} cannot be here, as {database.parent} is missing: give --uri")
-    elif names := _credentials(uri):
-        why = f"only the directory names {masked(uri)}, and {' and '.join(names)} would be sent there"
+    elif any(map(os.environ.get, _CREDENTIALS)) or Path("~/.mlflow/credentials").expanduser().exists():
+        # This host is no exception: others may run the server.
+        why = f"only the directory names {masked(uri)}, and your credentials for MLflow would be sent there"
         what = f"add --uri {shlex.quote(masked(uri))}, or set MLFLOW_TRACKING_URI to it"
         raise TrainError(f"{why}: if that is your server, {what}")
     return uri
-
-
-def _credentials(uri: str) -> list[str]:
-    """Return which credentials would be sent to an address. This host is no exception: others may run the server."""
-    if uri.startswith(("postgresql", "mysql")):
-        return [name for name in ("PGPASSWORD", "MYSQL_PWD") if os.environ.get(name)]
-    names = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4")
-    file = Path("~/.mlflow/credentials").expanduser()
-    return [*(name for name in names if os.environ.get(name)), *([str(file)] if file.exists() else [])]
 
 
 def _upload(uploader: Uploader, has_ended: Callable[[float], bool], say: Callable[[str], None]) -> str | None:

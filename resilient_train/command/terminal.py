@@ -50,9 +50,6 @@ class _Lossy(io.FileIO):
             return len(data)
 
 
-_PROGRESS_EVERY_S = 5.0  # on a terminal, where a fast run would print a screen of such lines a second
-
-
 class Terminal:
     def __init__(self, *, is_main: bool) -> None:
         self._before = log.level, log.propagate
@@ -82,19 +79,10 @@ class Terminal:
 class _ToTerminal(logging.Handler):
     """Prints the message alone, errors to stderr: a traceback belongs into the file."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._next_progress = 0.0  # not shown on a terminal before
-
     def emit(self, record: logging.LogRecord) -> None:
-        if getattr(record, "in_file_only", False):
-            return
-        if getattr(record, "progress", False) and sys.stdout.isatty():
-            if record.created < self._next_progress:
-                return
-            self._next_progress = record.created + _PROGRESS_EVERY_S
-        stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
-        print(record.getMessage(), file=stream, flush=True)
+        if not getattr(record, "in_file_only", False):
+            stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
+            print(record.getMessage(), file=stream, flush=True)
 
 
 class _ToFile(logging.FileHandler):

@@ -9,6 +9,8 @@ value is there, one in `<!name?...>` if it is not, one in `<name=word?...>` if i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from resilient_train.ground.types import ACCEPTED, OBSERVE, TRIAL, Outcome, Signal
 
 # An incident. Its values are those of `wording.about`.
@@ -61,55 +63,44 @@ PARTS = {
     "recurred_to_the_end": "it recurred until the end, and no remedy was enough",
     "loss_not_back": "the loss did not return to where it was",
     "this_incident": _INCIDENT,
-    "never_over": f"after {_INCIDENT} {{not_over:say}}.",
+    "never_over": f"{_INCIDENT} {{not_over:say}}",
     "given_up": f"{_NOTICED} at step {{step}}; {{why:say}}",
 }
 
-# A run: is it all right? Values: `review.about`.
+# A run: is it all right? Values: `story.about`.
 _WHERE = "<state=completed?{step:step}><state=ended?left without guard.close() ><state=closed?closed ><!state=completed?at step {step}><!state=completed? of {steps}>"
-_TOTAL = "<total?{total:incident} ({causes:counts})><, {others:counts}><, {more:more update} skipped for the same reason><quiet?, no repeat since>.< {undone} of {tick:update} refused or undone.>"
-_COSTS = f"<!total?no incidents>{_TOTAL}"
-_IN_ALL = f"<!total?No incidents><total?In all, >{_TOTAL}"
-_SO_FAR = "<!state=completed? so far>"
+_COSTS = "<!total?no incidents><total?{total:incident} ({causes:counts})><, {others:counts}><, {more:more update} skipped for the same reason><quiet?, no repeat since>.< {undone} of {tick:update} refused or undone.>"
+_RESULTS = "< {accepted:change} taken as on purpose.><state=completed? Recent loss {final_loss:.4g}.><state=completed? Evaluation: {eval:pairs}.>"
+DETAILS = f"{_WHERE}<: {{because}}>; {_COSTS}{_RESULTS}"
 _ODD = "The evaluation is not finite ({odd:pairs})"
-_RESULTS = "<state=completed? Recent loss {final_loss:.4g}.><state=completed? Evaluation: {eval:pairs}.>"
-_WELL = f"{_WHERE}; {_COSTS}< {{accepted:change}} taken as on purpose.>{_RESULTS}"
-HEADLINES = {
-    "clean": f"<odd?{_ODD}><!odd?All is well>{_SO_FAR}",
-    "recovered": f"<odd?{_ODD}><!odd?Recovered>{_SO_FAR}",
-    "recovering": "Recovering",
-    "observed": "Observed only",
-    "unrecovered": "Not recovered, needs attention",
-    "no_progress": "The loss made no progress (it began at {first_loss:.4g} and ended at {final_loss:.4g})",
-    "above_best": "Ended above the level of steps {from:id} to {to:id} ({loss:.4g}, now {final_loss:.4g})",
-    "gave_up": "Gave up, needs attention",
-    "preempted": "Stopped on request",
-    "killed": "Killed (no exit message)",
-    "failed": "Failed",
-}
-DETAILS = {
-    "clean": _WELL,
-    "recovered": _WELL,
-    "recovering": f"{_WHERE}; {{last:this_incident}} is open until the run has stayed healthy. {_IN_ALL}",
-    "observed": f"{_WHERE}; {_COSTS} The last was {{last:this_incident}}.",
-    "unrecovered": f"{_WHERE};< {{last:never_over}}> {_IN_ALL}",
-    "no_progress": f"{_WHERE}; {_COSTS}",
-    "above_best": f"{_WHERE}; {_COSTS}",
-    "gave_up": f"{_WHERE}<: {{last:given_up}}>. {_IN_ALL}",
-    "preempted": f"{_WHERE}; {_COSTS}",
-    "killed": f"{_WHERE}. {_IN_ALL}",
-    "failed": f"{_WHERE}<: {{why}}>. {_IN_ALL}",
-}
-
-# What to do about a run that is not all right, where the advice of its incidents does not say so.
+_SO_FAR = "<!state=completed? so far>"
 _POLICY = "Read what was tried, then try another policy or a lower learning rate"
-TO_DO = {
-    "unrecovered": _POLICY,
-    "gave_up": _POLICY,
-    "no_progress": "Check the learning rate, the data and the objective",
-    "above_best": "Look at what changed after these steps: the learning rate, the data or the objective",
-    "failed": "Fix the error that ended it, and start it again",
-    "killed": "Start it again",
+
+
+class Verdict(NamedTuple):
+    headline: str
+    because: str = ""
+    to_do: str = ""  # where the advice of its incidents does not say so
+
+
+VERDICTS = {
+    "clean": Verdict(f"<odd?{_ODD}><!odd?All is well>{_SO_FAR}"),
+    "recovered": Verdict(f"<odd?{_ODD}><!odd?Recovered>{_SO_FAR}"),
+    "recovering": Verdict("Recovering", "{last:this_incident} is open until the run has stayed healthy"),
+    "observed": Verdict("Observed only"),
+    "unrecovered": Verdict("Not recovered, needs attention", "<after {last:never_over}>", _POLICY),
+    "no_progress": Verdict(
+        "The loss made no progress (it began at {first_loss:.4g} and ended at {final_loss:.4g})",
+        to_do="Check the learning rate, the data and the objective",
+    ),
+    "above_best": Verdict(
+        "Ended above the level of steps {from:id} to {to:id} ({loss:.4g}, now {final_loss:.4g})",
+        to_do="Look at what changed after these steps: the learning rate, the data or the objective",
+    ),
+    "gave_up": Verdict("Gave up, needs attention", "<{last:given_up}>", _POLICY),
+    "preempted": Verdict("Stopped on request"),
+    "killed": Verdict("Killed (no exit message)", to_do="Start it again"),
+    "failed": Verdict("Failed", "<{why}>", "Fix the error that ended it, and start it again"),
 }
 
 # What still differs from the configuration, by the name of the knob or the remedy.
@@ -139,6 +130,7 @@ LEFT = {
 RUN = {
     "start_refused": "The last start was refused",
     "before_that": "{refused}. Before that, ",
+    "axis": "the axis Step of the charts is the tick: attempted updates, lost ones included",
     "checkpoint": "{path} (step {step}<, {metrics:pairs}><kind=candidate?, not yet verified>)",
     "asked": "{advice:sentences}<several? ({incident:incident})>",
     "fired": "{name}< at tick {tick}>",
@@ -151,31 +143,15 @@ RUN = {
     "then": "< {things:thing} to change.>< Running, {process}.>< The same command {next:say}.>",
     # What the same command does.
     "resumes": "the same command< with {how}> resumes",
-    "the_command": "the same command {next:say}",
     "trainer_resumes": "starts again; the trainer resumes by `resume_from_checkpoint=True`, Lightning's by `ckpt_path`",
     "resumes_from": "resumes from step {step}",
     "starts_over": "begins at step 0 again",
     "starts_new": "starts a new run in the next free directory<how?; with {how} this one {onward:say}>",
-    "resumes_if_longer": "resumes if more steps or epochs are planned",
-    "is_refused": "is refused while this run is at work; if its process is gone, it {onward:say}",
-    "exits": "exits with 0; raise `run.steps` to train longer",
+    "is_complete": "says that it is complete; with more steps planned it resumes",
     "gives_up_again": "says so again at once and ends with 3; with a changed configuration it {onward:say}",
     "to_see": "to see it, start (it answers after half a minute)\n  {command}",
     "open": "<served?and><!served?to see it,> open\n  {url}",
 }
-
-# The description in MLflow.
-NOTE = """\
-**{headline}.**< **Do:** {things:closed}><calm? Nothing to change.> {details:Sentence}
-
-{left:raw}
-- the axis Step of the charts is the tick: attempted updates, lost ones included
-<
-The incidents, the newest first:
-
-{incidents:raw}
->"""
-
 
 SIGNALS = {
     Signal.NONFINITE_BATCH: "the batch is not finite",
@@ -322,8 +298,7 @@ ADVICE = {
     "ranks_decide": "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version of a file on another host, or a state that only some ranks change.",
     "on_purpose": "{what:say}: taken as a change on purpose; to declare it: expect=[{step:id}]",
     # Several incidents together.
-    "all_bad_rows": "Fix or remove {rows:rows}: their incidents say why. The last:",
-    "all_ordinary_rows": "Look at {rows:rows}: the batches are ordinary without them.",
+    "all_rows": "Look at {rows:rows}: their incidents say why. The last:",
 }
 
 # Operations that are singular somewhere: where, and what to do about it.

@@ -16,7 +16,6 @@ from resilient_train.ground.types import Action, Cause, Diagnosis, Facts, Incide
 
 log = logging.getLogger("resilient_train")
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
-PROGRESS = {"progress": True}  # a terminal shows such lines every few seconds
 
 _MAY_BE_MEANT = {Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED, Signal.WEIGHTS_JUMP}
 _NOT_ABOUT_WEIGHTS = {
@@ -140,7 +139,6 @@ def duration(seconds: float) -> str:
 _SPECS: dict[str, Callable[[Any], str]] = {
     "": _amount,
     "id": str,  # without commas, as it is looked up
-    "raw": str,  # perhaps in several lines
     "say": lambda facts: say(facts, "; "),
     "list": lambda facts: say(facts, ", "),
     "lines": lambda facts: say(facts, "\n  "),
@@ -153,8 +151,6 @@ _SPECS: dict[str, Callable[[Any], str]] = {
     "few": rows_named,
     "rows": lambda rows: rows_named(rows, 8),
     "Rows": lambda rows: rows_named(rows, 8).capitalize(),
-    "Sentence": lambda text: text[:1].upper() + text[1:],
-    "closed": lambda texts: " ".join(one if one.endswith((".", ")")) else f"{one}." for one in texts),
     "it": lambda rows: "it" if len(rows) == 1 else "them",
     "ranks": rank_names,
     "names": names_listed,

@@ -7,27 +7,20 @@ from collections.abc import Mapping
 
 from resilient_train.ground.errors import ConfigError, unusable
 
-_ITS_OWN_UPDATES = "{} is not supported yet: it makes its updates itself, where none can be refused. {}"
-_INSTEAD = "For a model that does not fit on one device take accelerate.fsdp=true"
-
-# Variables that Accelerate's launcher sets for engines around a model: why each is refused, and what to use instead.
+# Variables that Accelerate's launcher sets for engines around a model, in which no update can be refused.
 _ENGINES = {
-    "ACCELERATE_USE_DEEPSPEED": _ITS_OWN_UPDATES.format("DeepSpeed", _INSTEAD),
-    "ACCELERATE_USE_MEGATRON_LM": _ITS_OWN_UPDATES.format("Megatron-LM", _INSTEAD),
-    "ACCELERATE_USE_FSDP": (
-        "sharding is not taken from accelerate launch --use_fsdp: leave that out and set accelerate.fsdp=true, "
-        "which shards by FSDP2 (accelerate launch --multi_gpu, or torchrun)"
-    ),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": (
-        "tensor, context and pipeline parallelism are not supported yet: DDP and accelerate.fsdp=true are"
-    ),
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_FSDP": "sharding by accelerate launch --use_fsdp",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context or pipeline parallelism",
 }
 
 
 def refuse_what_is_not_supported(environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError where the run would silently differ from what the launcher was asked for."""
-    for name, why in _ENGINES.items():
+    for name, what in _ENGINES.items():
         if environment.get(name, "").lower() in ("true", "1", "yes"):
+            why = f"{what} is not supported: launch with --multi_gpu or torchrun for DDP, or add accelerate.fsdp=true"
             raise ConfigError(name, environment[name], why)
 
 

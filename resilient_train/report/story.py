@@ -23,7 +23,7 @@ from resilient_train.durable.run_history import Chapter, RunHistory
 from resilient_train.ground import wording
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.files import read_json
-from resilient_train.ground.sentences import ACTIVE, DETAILS, HEADLINES, LEFT, PATCHED, TO_DO
+from resilient_train.ground.sentences import ACTIVE, DETAILS, LEFT, PATCHED, VERDICTS, Verdict
 from resilient_train.ground.types import Cause, Facts, Incident, Outcome, fact
 from resilient_train.ground.wording import fill, lines_of, say
 from resilient_train.report.connection import SCHEMELESS
@@ -164,23 +164,18 @@ def _urgency(group: Sequence[Incident]) -> int:
     """Return the place in the order of what some incidents ask for; 0 if they ask for nothing, as it is over."""
     last = group[-1]
     if any(one.outcome not in _OVER for one in group) or last.outcome is Outcome.RECURRED:
-        return 4
-    if last.diagnosis.culprit is not None:
         return 3
-    if last.diagnosis.rows:
+    if last.diagnosis.culprit is not None or last.diagnosis.rows:
         return 2
     return int(last.diagnosis.cause in _REPEATS or len(group) > 1 or last.further > 0 or last.is_accepted)
 
 
 def _facts(group: Sequence[Incident]) -> Facts:
-    """Name all rows, or take the advice of the newest incident, if possible not of one that another line caused."""
+    """Name all rows, and take the advice of the newest incident, if possible not of one that another line caused."""
     newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id)).diagnosis
-    are_bad = newest.culprit is None
-    rows = {row for one in group for row in one.diagnosis.rows}
-    if are_bad and len(rows) > 1 and len(group) > 1:
-        return fact("all_bad_rows", rows=sorted(rows)) + newest.advice
-    if len(rows := {row for one in group for row in one.diagnosis.suspects}) > 1:
-        return fact("all_ordinary_rows", rows=sorted(rows))
+    rows = {row for one in group for row in one.diagnosis.rows or one.diagnosis.suspects}
+    if newest.culprit is None and len(rows) > 1 and len(group) > 1:
+        return fact("all_rows", rows=sorted(rows)) + newest.advice
     return newest.advice
 
 
@@ -208,11 +203,15 @@ def completed(summary: Summary) -> str:
 
 def verdict(story: Story) -> tuple[str, str]:
     """Say whether a run is all right: in two or three words, and in sentences that explain them."""
-    kind, values = "killed" if story.state == "killed" else story.status, about(story)
-    details = fill(DETAILS[kind], values)
+    words, values = _words(story), about(story)
+    details = fill(DETAILS, values | {"because": fill(words.because, values)})
     if story.refused:
         return say(fact("start_refused")), say(fact("before_that", **values)) + details
-    return fill(HEADLINES[kind], values), details
+    return fill(words.headline, values), details
+
+
+def _words(story: Story) -> Verdict:
+    return VERDICTS["killed" if story.state == "killed" else story.status]
 
 
 def about(story: Story) -> dict[str, Any]:
@@ -258,8 +257,7 @@ def block(chapter: Chapter, how: str = "block") -> list[str]:
 def things_to_do(story: Story) -> list[str]:
     """Return what to do, the most important first, each with the number of incidents that ask for it."""
     asked = [say(fact("asked", advice=one, several=len(of) > 1, incident=of)) for one, of in story.advice]
-    what = TO_DO.get("killed" if story.state == "killed" else story.status)
-    return asked if asked or what is None else [what]
+    return asked or [*filter(None, [_words(story).to_do])]
 
 
 def shortened(lines: Sequence[str], most: int) -> list[str]:
@@ -301,17 +299,17 @@ def is_trainers(story: Story) -> bool:
 
 
 def next_start(story: Story) -> Facts:
-    """Return what happens if the same command or program is started again."""
+    """Return what happens if the same command or program is started again; nothing is said of one that is at work."""
+    if story.state == "running":
+        return ()
     if is_trainers(story):
         return fact("trainer_resumes")
     onward = fact("starts_over") if story.newest is None else fact("resumes_from", step=story.newest.step)
     if not story.resumes:
         how = _resuming(story.directory) if story.loop is None else None
         return fact("starts_new", how=how, onward=onward)
-    if story.state == "running":
-        return fact("is_refused", onward=onward)
     if story.is_complete:
-        return fact("exits" if story.loop is None else "resumes_if_longer")
+        return fact("is_complete")
     return fact("gives_up_again", onward=onward) if story.status == "gave_up" and story.loop is None else onward
 
 

@@ -19,12 +19,11 @@ from uuid import uuid4
 from resilient_train.durable.journal import BEGAN, ENDED, METRICS, OUTBOX, Outbox
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.wording import log
-from resilient_train.report.connection import UploadCursor, lacking, locate
+from resilient_train.report.connection import UploadCursor, locate
 from resilient_train.report.story import command
 
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
 
-_EXPLAIN_AFTER_S = 1.0
 _MOST_BYTES = 10_000  # of what the process says at once
 
 
@@ -89,8 +88,8 @@ class OutboxTracker(Tracker):
         finally:
             self._end_uploader()
         if trouble is not None:
-            what = "MLflow at %s did not get everything: %s (%s); to upload the rest, from any machine:\n  %s"
-            log.warning(what, self._uri, lacking(self._directory), trouble, command("sync", self._directory))
+            what = "MLflow at %s did not get everything (%s); to upload the rest, from any machine:\n  %s"
+            log.warning(what, self._uri, trouble, command("sync", self._directory))
         return UploadCursor(self._directory).run  # from the file that the uploader keeps there
 
     def _finish_uploads(self) -> str | None:
@@ -99,13 +98,9 @@ class OutboxTracker(Tracker):
             self._start_uploader()  # once more
         if self.uploader is None:
             return self._trouble
-        drain_s = self._config.drain_s
-        try:
-            output, _ = self.uploader.communicate(timeout=min(drain_s, _EXPLAIN_AFTER_S))
-        except subprocess.TimeoutExpired:
-            why = "uploading to MLflow, for up to %g s; Ctrl-C leaves the rest to %s"
-            log.info(why, drain_s, command("sync", self._directory))
-            output, _ = self.uploader.communicate(timeout=drain_s - _EXPLAIN_AFTER_S)
+        what = "uploading to MLflow, for up to %g s; Ctrl-C leaves the rest to %s"
+        log.info(what, self._config.drain_s, command("sync", self._directory))
+        output, _ = self.uploader.communicate(timeout=self._config.drain_s)
         if self.uploader.returncode:
             self._report(output)
             return self._trouble
@@ -130,7 +125,7 @@ class OutboxTracker(Tracker):
         """Start `resilient-train sync --follow`, which writes what prevents an upload, a line for each trouble."""
         self._end_uploader()
         # -P: else a mlflow.py in the working directory would be imported.
-        start = [sys.executable, "-P", "-m", "resilient_train", "sync", str(self._directory.absolute())]
+        start = [sys.executable, "-P", "-m", "resilient_train", "sync", str(self._directory.absolute()), "--follow"]
         # The address may hold a password, so it is no argument: those are public. Modules are found where ours are.
         environment = {
             **os.environ,
@@ -140,7 +135,7 @@ class OutboxTracker(Tracker):
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         try:
             self.uploader = subprocess.Popen(
-                [*start, "--follow", f"--experiment={self._config.experiment}"],
+                start,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -20,18 +20,18 @@ from torch.utils.data import DataLoader, IterableDataset
 
 pytest.importorskip("lightning")
 
-import lightning as L  # noqa: E402
-from lightning.pytorch.callbacks import (  # noqa: E402
+import lightning as L
+from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     Callback,
     EarlyStopping,
     LearningRateFinder,
     StochasticWeightAveraging,
 )
-from lightning_programs import AT, BATCH, WARNINGS, Net, Rows, loader, trainer_of  # noqa: E402
-from test_trainers import lightning as fit  # noqa: E402
+from lightning_programs import AT, BATCH, WARNINGS, Net, Rows, loader, trainer_of
+from test_trainers import lightning as fit
 
-from resilient_train.trainers.lightning import Guarded, refuse  # noqa: E402
+from resilient_train.trainers.lightning import Guarded, refuse
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in WARNINGS]
 

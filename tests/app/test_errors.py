@@ -16,7 +16,7 @@ import pytest
 from command import MINE, Outcome, command
 
 from resilient_train.command.config.compose import load
-from resilient_train.durable.lock import DirectoryLock, holder_of
+from resilient_train.durable.lock import DirectoryLock
 
 LR = "torch.optim.lr_scheduler"
 OWN = [*MINE, "run.steps=3"]
@@ -178,19 +178,6 @@ def test_a_directory_in_use_by_a_live_process_is_left_alone(place: Path, run_com
         holder.wait()
         DirectoryLock(Path("runs/same")).release()  # the kernel let go with the process, whatever its child does
         os.kill(int(child), signal.SIGKILL)
-
-
-def test_a_lock_that_is_released_twice_lets_go_of_no_other(tmp_path: Path) -> None:
-    """Its descriptors may be those of the next one by then."""
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-    one = DirectoryLock(tmp_path / "one")
-    one.release()
-    other = DirectoryLock(tmp_path / "other")
-    one.release()
-    assert holder_of(tmp_path / "one") is None
-    assert holder_of(tmp_path / "other") is not None
-    other.release()
 
 
 def test_a_kill_before_the_first_file_is_no_obstacle(place: Path, run_command: command) -> None:

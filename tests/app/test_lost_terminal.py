@@ -12,17 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from command import MINE
 from flaky_mlflow import Door
 from fork_server import ENVIRONMENT, Forked, python
-from stories import incident
-
-from resilient_train.__main__ import main
-from resilient_train.command import VERBS
-from resilient_train.command.terminal import Terminal
-from resilient_train.durable.incident_log import IncidentLog
-from resilient_train.ground.wording import PROGRESS, log
 
 LONG = [*MINE, "run.steps=300", "run.log_every=1", "run.name=run", "checkpoint.disk.every=0"]
 
@@ -78,63 +70,7 @@ def test_a_command_line_ends_with_its_own_code_when_nobody_hears_it(tmp_path: Pa
     os.close(write)
 
 
-@pytest.fixture
-def long_run(tmp_path: Path) -> Path:
-    """A run with more to tell than a pipe holds."""
-    place = tmp_path / "long"
-    place.mkdir()
-    incident_log = IncidentLog(place)
-    (place / "config.yaml").write_text("run: {steps: 300}\n")
-    for number in range(1, 301):
-        incident_log.add(incident(number, None))
-        incident_log.close(incident(number))
-    incident_log.close_files()
-    (place / "summary.json").write_text('{"status": "completed", "exit_code": 0, "steps": 300}')
-    return place
-
-
-def test_incidents_end_quietly_when_the_reader_has_read_enough(long_run: Path) -> None:
-    """As with `| head -1`."""
-    command = [sys.executable, "-m", "resilient_train", "incidents", str(long_run), "--follow"]
-    with subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline()
-        process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait(60) == -signal.SIGPIPE
-
-
-def test_a_broken_pipe_is_left_to_the_users_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And to sockets: a verb that has either is not ended by one."""
-    ended: list[str] = []
-    for verb in VERBS:
-        monkeypatch.setattr(sys, "argv", ["resilient-train", verb, "--help"])
-        monkeypatch.setattr(signal, "signal", lambda number, does, verb=verb: ended.append(verb))
-        with pytest.raises(SystemExit):
-            main()
-    assert ended == ["incidents", "checkpoints", "status"]
-
-
 # ------------------------------------------------------------------------------------------------------------- streams
-
-
-def test_a_terminal_shows_progress_now_and_then_and_the_log_file_all_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A pipe has every line, too. Lines about anything else are never left out."""
-    for name, shown in (("terminal", ["step 1", "said"]), ("pipe", ["step 1", "step 2", "said"])):
-        monkeypatch.setattr(sys.stdout, "isatty", lambda name=name: name == "terminal", raising=False)
-        terminal = Terminal(is_main=True)
-        terminal.log_to(tmp_path / name)
-        for line in ("step 1", "step 2"):
-            log.info("%s", line, extra=PROGRESS)
-        log.info("said")
-        terminal.close()
-        assert capsys.readouterr().out.splitlines() == shown
-        assert "step 2" in (tmp_path / name).read_text()
 
 
 # ------------------------------------------------------------------------------------------------ MLflow at the end

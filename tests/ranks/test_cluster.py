@@ -11,14 +11,12 @@ import contextlib
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,15 +147,6 @@ def wait_for(holds: Callable[[], bool], started: subprocess.Popen[str]) -> None:
 # ------------------------------------------------------------------------------------------------------- the script
 
 
-@pytest.mark.parametrize("text", [SBATCH.read_text(), POD["args"][0]], ids=["slurm.sbatch", "kubernetes.yaml"])
-@pytest.mark.parametrize("judge", [["bash", "-n"], ["shellcheck", "--shell=bash", "-"]], ids=["bash", "shellcheck"])
-def test_the_shells_text_is_sound(judge: list[str], text: str) -> None:
-    if shutil.which(judge[0]) is None:
-        pytest.skip(f"{judge[0]} is not installed")
-    done = subprocess.run(judge, input=text, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_the_scripts_know_the_line_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").touch()
     lock, lines = DirectoryLock(tmp_path), []
@@ -280,29 +269,6 @@ def pod_spec(job: dict[str, Any]) -> dict[str, Any]:
     (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     spec: dict[str, Any] = node["template"]["spec"]["template"]["spec"]
     return spec
-
-
-def fits(kind: str, node: dict[str, Any]) -> bool:
-    """Say whether a manifest fits the schema: a key that it does not have is lost on the way through."""
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
-    pydantic = pytest.importorskip("pydantic")
-    try:
-        return bool(getattr(models, kind).from_dict(deepcopy(node)).to_dict() == node)
-    except pydantic.ValidationError:
-        return False
-
-
-def test_the_manifest_fits_the_schema_of_kubeflow_trainer() -> None:
-    """Both of its documents, to the last key; names in it lead to what is there."""
-    assert (JOB["apiVersion"], JOB["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    assert fits("TrainerV1alpha1TrainJob", JOB)
-    assert (CLAIM["apiVersion"], CLAIM["kind"]) == ("v1", "PersistentVolumeClaim")
-    assert fits("IoK8sApiCoreV1PersistentVolumeClaim", CLAIM)
-    (container,), volumes = pod_spec(JOB)["containers"], pod_spec(JOB)["volumes"]
-    assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in volumes}
-    assert {"claimName": CLAIM["metadata"]["name"]} in [one.get("persistentVolumeClaim") for one in volumes]
-    own = {one["name"]: one["value"] for one in POD["env"]}
-    assert own["RUN_DIR"].startswith(container["volumeMounts"][0]["mountPath"] + "/")
 
 
 @pytest.mark.parametrize(("run", "code"), [("leave completed 0", 0), ("leave gave_up 3; exit 1", 3), ("exit 1", 2)])

@@ -150,17 +150,6 @@ def test_a_mistake_is_told_once_and_nobody_waits(mistake: str, tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
-def test_an_error_of_one_rank_before_its_run_exists_is_printed_there(tmp_path: Path) -> None:
-    """With its rank, as it has no log: here its log cannot be opened, as on a host that lacks the run directory."""
-    run_dir = tmp_path / "place/runs/run"
-    (run_dir / "train.rank1.log").mkdir(parents=True)
-    (run_dir / "config.yaml").touch()
-    (run_dir / "summary.json").write_text('{"steps": 0, "ticks": 0}')
-    done = launched(tmp_path / "place", 2, "tracking=none")
-    assert done.codes == [1, 1]
-    assert done.stderr.count("error on rank 1: IsADirectoryError: ") == 1, done.stderr
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_mistake_is_printed_once_on_each_host(tmp_path: Path) -> None:
     """Perhaps only that host lacks a GPU, and rank 0, on another one, knows nothing of it."""

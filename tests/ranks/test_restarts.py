@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -47,26 +46,6 @@ def restarted(launched: Launched, ranks: dict[int, int]) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- joining
-
-
-def test_every_attempt_has_a_name_of_its_own() -> None:
-    """All its ranks agree on it, in whatever order they come, on a store that is full of what others have left."""
-    store, names, size = HashStore(), list[str](), 4
-    for ranks in (range(size), reversed(range(size))):
-        agreed: dict[int, str] = {}
-
-        def joins(rank: int, agreed: dict[int, str] = agreed) -> None:
-            agreed[rank] = attempt_name(store, rank, size, timedelta(seconds=200))
-
-        threads = [threading.Thread(target=joins, args=(rank,)) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(200)
-        assert set(agreed) == set(range(size))
-        assert len(set(agreed.values())) == 1
-        names.append(agreed[0])
-    assert names[0] != names[1]
 
 
 def test_who_asked_before_it_was_killed_gets_no_answer_in_the_place_of_another() -> None:
@@ -155,23 +134,6 @@ def test_an_agent_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- stopped
-
-
-def test_a_rank_that_does_not_go_on_is_noticed_and_the_run_is_started_again(tmp_path: Path) -> None:
-    """The agent kills it, and for the next start that is a crash."""
-    run_dir = tmp_path / "run"
-    arguments = [*OWN, "run.dir=run", "run.steps=1000000", "run.step_timeout=5"]
-    with Launched(tmp_path, 2, *arguments, restarts=2, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1") as launched:
-        at_step(launched, run_dir, 40)
-        ranks = launched.ranks()
-        os.kill(ranks[0], signal.SIGSTOP)
-        restarted(launched, ranks)
-        at_step(launched, run_dir, stand(run_dir).step + 60)  # that it has recovered is known by then
-        os.kill(launched.ranks()[0], signal.SIGTERM)
-        assert launched.wait() == 0, launched.output
-    assert summary(run_dir)["exit_code"] == 75
-    assert [one["signal"] for one in incidents(run_dir)] == ["crash"]
-    assert left_overs(run_dir) == []
 
 
 # ------------------------------------------------------------------------------------------------------------ failing

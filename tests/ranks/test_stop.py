@@ -10,12 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import kills
 import pytest
 from command import MINE, command
 from fork_server import Forked
 from group import Group
-from kills import SAVING, Nursery, at_tick, checkpoints, in_journal, incidents, left_overs, stand, summary, taken_up_at
+from kills import SAVING, Nursery, at_tick, checkpoints, in_journal, incidents, left_overs, stand, summary
 from paused_run import held_at, is_held
 from torch import Tensor, nn
 
@@ -54,29 +53,6 @@ class TestRequests:
             signal.raise_signal(signal.SIGUSR1)
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
-
-    def test_afterwards_signals_mean_what_they_meant(self) -> None:
-        """Handlers and the descriptor that wakes up are those from before."""
-        read, write = os.pipe2(os.O_NONBLOCK)
-        before = signal.set_wakeup_fd(write)
-        handlers = [signal.getsignal(number) for number in SIGNALS]
-        try:
-            with StopRequests():
-                assert [signal.getsignal(number) for number in SIGNALS] != handlers
-            assert [signal.getsignal(number) for number in SIGNALS] == handlers
-        finally:
-            assert signal.set_wakeup_fd(before) == write
-            os.close(read)
-            os.close(write)
-
-    def test_another_thread_sees_it_while_the_main_thread_handles_nothing(self) -> None:
-        """Python runs handlers in its main thread only, which may be in the midst of a long call."""
-        with StopRequests() as requests:
-            written = signal.set_wakeup_fd(-1)
-            signal.set_wakeup_fd(written)
-            os.write(written, bytes([signal.SIGTERM]))  # what C does when the signal comes
-            assert requests.arrived()
-            assert requests.by == "SIGTERM"
 
     @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
     def test_a_child_of_a_pool_ends_as_usual_and_tells_nobody(self) -> None:
@@ -210,19 +186,6 @@ def test_a_request_while_a_users_code_is_built_is_no_mistake_of_his(here: Path, 
     own = [*DIGITS, "data=custom", "data.train._target_=test_stop.StoppedWhileMade", "run.dir=run", "run.steps=5"]
     outcome = run_command(own)
     assert outcome.code == 75, outcome.stderr
-
-
-def test_after_a_candidate_the_first_verified_state_is_written_at_once(nursery: Nursery) -> None:
-    """What is left at a stop is newer than what has its proof: the next one that has it is not left for its time."""
-    run_dir, arguments = nursery.place / "candidate", [*DIGITS, *DISK, "run.steps=120", "run.dir=candidate"]
-    assert nursery.struck(signal.SIGTERM, run_dir, 55, *arguments, hold=60) == 75
-    step = summary(run_dir)["steps"]
-    assert kills.kinds(run_dir)[step] == "candidate"
-    with held_at(nursery.place, step + 25):  # a checkpoint is due at 30
-        again = nursery.start(*arguments)
-        assert again.until(lambda: "verified" in [kind for at, kind in kills.kinds(run_dir).items() if at > step])
-    assert again.wait() == 0
-    assert taken_up_at(run_dir) == [step]
 
 
 def test_a_request_that_reaches_workers_of_data_is_no_error(nursery: Nursery) -> None:

@@ -149,31 +149,6 @@ def test_each_phase_has_a_limit_of_its_own(
     assert looks == (60 if seconds is None else seconds + 1)
 
 
-@pytest.mark.parametrize(
-    ("pauses", "noticed"),
-    [
-        ([0.5] * 8 + [60.0] + [0.5] * 2, 1064.5),  # stopped, as by SIGSTOP, and hanging after it
-    ],
-)
-def test_time_in_which_a_process_was_stopped_does_not_count(
-    pauses: list[float], noticed: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A look that comes late shows it."""
-    now, ends = [1000.0], list[float]()
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    one = Watchdog(LIMITS, StopRequests(), 100.0, lambda: None, lambda hang: 1)
-    one.beat()
-
-    def waited(seconds: float) -> bool:
-        now[0] += pauses.pop() if pauses else 0.0
-        return not pauses
-
-    monkeypatch.setattr(one, "_over", SimpleNamespace(wait=waited, is_set=lambda: False))
-    monkeypatch.setattr(one, "_end", lambda hang: ends.append(now[0]))
-    one._watch()
-    assert ends[0] == noticed
-
-
 class Stuck(Counting):
     """Rows of which it takes for ever, while a file says so, to find those that come next; no signal ends that."""
 

@@ -21,15 +21,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from flaky_mlflow import Door, Mood
-from fork_server import ENVIRONMENT
-from postgres import postgres, programs
 from stories import incident
 
 from resilient_train.command import sync
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.durable.journal import BEGAN, METRICS, OUTBOX, Outbox, entries
 from resilient_train.durable.lock import DirectoryLock
-from resilient_train.ground.errors import TrainError
 from resilient_train.report.connection import MLFLOW_JSON, UploadCursor, locate
 from resilient_train.report.story import read_story
 from resilient_train.report.tracker import OutboxTracker, TrackingConfig, build
@@ -196,44 +193,6 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, server: str) -> None
     prove(moved, server, "goes on")
 
 
-def test_a_file_that_cannot_be_stored_keeps_nothing_else_back(
-    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows, tags, note and the status arrive; the files are tried again, also by another process."""
-    from mlflow import MlflowClient
-
-    run_dir = trained(tmp_path / "run")
-    with monkeypatch.context() as broken:
-
-        def without_room(*args: object) -> None:
-            raise OSError("no room")
-
-        broken.setattr(MlflowClient, "log_artifact", without_room)
-        one = uploader(run_dir, server, "storage")
-        with contextlib.closing(one), pytest.raises(OSError, match="no room"):
-            one.upload(is_last=True)
-        client = client_of(server)
-        run = client.get_run(run_id_of(run_dir))
-        assert (run.info.status, run.data.tags["resilience.status"]) == ("FINISHED", "recovered")
-        assert len(client.get_metric_history(run.info.run_id, "train/loss")) == ROWS
-    finished(run_dir, server, "storage")
-    prove(run_dir, server, "storage")
-
-
-def test_what_is_delivered_is_on_disk(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a power cut could take delivered lines, and what comes in their place would be passed over."""
-    run_dir = trained(tmp_path / "run", range(100), incidents=0)
-    really, done = os.fsync, list[str]()
-
-    def synced(descriptor: int) -> None:
-        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        really(descriptor)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    finished(run_dir, server, "cut")
-    assert str(run_dir / OUTBOX) in done
-
-
 @pytest.mark.parametrize(("lock", "status"), [("free", "KILLED"), ("held", "RUNNING")])
 def test_a_run_that_ended_without_a_word_is_shown_as_killed(
     tmp_path: Path, server: str, lock: str, status: str
@@ -269,17 +228,6 @@ def test_what_a_person_has_written_stays_and_a_parameter_keeps_its_first_value(t
     assert run.data.params == {**PARAMS, "new": "1"}
     tags = run.data.tags
     assert (tags["mlflow.note.content"], tags["resilience.incidents"]) == ("mine", "2")
-
-
-@pytest.mark.skipif(programs() is None, reason="postgresql is not installed")
-def test_a_database_of_postgresql_has_everything_once(tmp_path: Path) -> None:
-    """Also after the cursor is lost; it is used without a server."""
-    with postgres() as database:
-        run_dir = trained(tmp_path / "run")
-        for _ in range(2):
-            finished(run_dir, database, "direct")
-            (run_dir / MLFLOW_JSON).unlink()
-        prove(run_dir, database, "direct")
 
 
 # ----------------------------------------------------------------------------------------------- processes and commands
@@ -406,7 +354,7 @@ class Listening(BaseHTTPRequestHandler):
 def test_sync_sends_credentials_only_where_a_person_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An address that only the directory names gets none, from a file neither; named by --uri it gets them."""
+    """An address that only the directory names gets none, from a file neither."""
     (tmp_path / ".mlflow").mkdir()
     file = tmp_path / ".mlflow/credentials"
     file.write_text("[mlflow]\nmlflow_tracking_username=me\nmlflow_tracking_password=mine\n")
@@ -425,26 +373,3 @@ def test_sync_sends_credentials_only_where_a_person_says(
             assert f"add --uri {uri}" in said
             assert said.count("\n") == 1
         assert not any(Listening.came), "its server has got the password"
-        start = [sys.executable, "-m", "resilient_train", "sync", str(run_dir), "--uri", uri]
-        environment = {**ENVIRONMENT, "HOME": str(tmp_path)}
-        with subprocess.Popen(start, env=environment, stderr=subprocess.DEVNULL) as confirmed:
-            while not any(Listening.came) and confirmed.poll() is None:
-                time.sleep(0.1)
-            confirmed.kill()
-        assert Listening.came[-1] == "Basic bWU6bWluZQ=="
-
-
-def test_an_address_that_is_noted_without_its_secrets_has_them_from_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = "http://me:hidden@127.0.0.1:5000"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    run_dir = trained(tmp_path / "run", range(3))
-    cursor = UploadCursor(run_dir)
-    assert sync._address(run_dir, None, cursor) == address
-    cursor.aim("http://me:***@127.0.0.1:5000", "x")
-    assert sync._address(run_dir, None, cursor) == address
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    cursor.clear()
-    with pytest.raises(TrainError, match="it is not known where"):
-        sync._address(run_dir, None, cursor)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
-import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +19,7 @@ from resilient_train.durable.journal import BEGAN, METRICS, OUTBOX, Outbox, entr
 from resilient_train.ground.errors import ConfigError
 from resilient_train.report import tracker as tracking
 from resilient_train.report.connection import UploadCursor, locate, url
-from resilient_train.report.story import command, where_to_look
+from resilient_train.report.story import command
 from resilient_train.report.tracker import TrackingConfig, build
 from resilient_train.report.uploader import Uploader
 
@@ -91,28 +88,6 @@ def uploaded(run_dir: Path, home: Path) -> dict[str, Any]:
     return run
 
 
-def test_a_run_ends_as_training_did(home: Path, tmp_path: Path) -> None:
-    """A run that is not back at its level has not succeeded. Rows have the time of their call."""
-    ends = {"completed": "FINISHED", "preempted": "KILLED", "failed": "FAILED", "gave_up": "FAILED"}
-    for status, stored in ends.items():
-        before = time.time_ns() // 1_000_000
-        with outbox(tmp_path / status) as box:
-            box.put(METRICS, tick=1, values={"loss": 0.5})
-            after = time.time_ns() // 1_000_000
-        (tmp_path / status / "summary.json").write_text(json.dumps({"status": status, "exit_code": 0}))
-        run = uploaded(tmp_path / status, home)
-        info = fetched(run).info
-        assert (info.status, info.run_name) == (stored, status)
-        assert info.end_time >= info.start_time
-        [(tick, at, loss)] = history(run, "train/loss")
-        assert (tick, loss) == (1, 0.5)
-        assert before <= at <= after
-    with outbox(tmp_path / "off"):
-        pass
-    (tmp_path / "off/summary.json").write_text('{"status": "completed", "exit_code": 0, "verdict": "unrecovered"}')
-    assert fetched(uploaded(tmp_path / "off", home)).info.status == "FAILED"
-
-
 BENT = {
     "train/loss": "train/loss",
     "acc@1": "train/acc_1",
@@ -148,16 +123,6 @@ def test_what_mlflow_does_not_take_as_it_is_arrives_all_the_same(home: Path, tmp
     assert len([*(home / "mlartifacts").rglob("train.log")]) == 1
 
 
-def test_a_link_in_a_directory_that_somebody_else_wrote_is_not_followed(home: Path, tmp_path: Path) -> None:
-    secret = tmp_path / "secret.txt"
-    secret.write_text("secret")
-    with outbox(tmp_path / "odd") as box:
-        (tmp_path / "odd/train.log").symlink_to(secret)
-        box.put("unknown", values=[None])
-    run = uploaded(tmp_path / "odd", home)
-    assert [one.path for one in client_of(run).list_artifacts(run["run_id"])] == []
-
-
 def test_a_new_database_is_shared_and_no_kill_ruins_it(tmp_path: Path) -> None:
     """MLflow itself cannot open a database again that was left in the middle of its migrations.
 
@@ -169,7 +134,7 @@ def test_a_new_database_is_shared_and_no_kill_ruins_it(tmp_path: Path) -> None:
         with outbox(tmp_path / name / "run") as box:
             box.put(METRICS, tick=1, values={"loss": 0.5})
         command = [sys.executable, "-m", "resilient_train", "sync", str(tmp_path / name / "run")]
-        commands.append([*command, "--uri", f"sqlite:///{home}/mlflow.db", "--experiment", EXPERIMENT])
+        commands.append([*command, "--uri", f"sqlite:///{home}/mlflow.db"])
     with subprocess.Popen(commands[0]) as syncing:
         while not any(path.stat().st_size > 100_000 for path in home.rglob("*.db")):
             assert syncing.poll() is None
@@ -184,7 +149,7 @@ def test_a_new_database_is_shared_and_no_kill_ruins_it(tmp_path: Path) -> None:
     assert [path.name for path in home.iterdir()] == ["mlflow.db"]
 
 
-def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_upload_it(
+def test_a_dead_server_is_said_once_with_how_to_upload_the_rest(
     home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """And without the password that its address holds; the caller may use its dict again."""
@@ -200,35 +165,26 @@ def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_upload_it(
     *first, last = caplog.messages
     assert all("Training is not affected" in one for one in first)
     assert len(first) <= 1
-    assert "it lacks 1,002 entries of outbox.jsonl" in last
+    assert " did not get everything (" in last
     assert "ConnectionRefusedError" in last
     assert last.endswith(command("sync", tmp_path))
     assert "secret" not in "".join(caplog.messages) + (tmp_path / OUTBOX).read_text()
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_process_that_cannot_be_started_or_dies_is_reported_and_holds_up_nothing(
+def test_a_process_that_cannot_be_started_or_dies_is_reported(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     python = tmp_path / "python"
-    words = "print('cannot open'); sys.exit(1)"
-    python.write_text(f"#!{sys.executable}\nimport sys; {words}\n")
+    python.write_text(f"#!{sys.executable}\nimport sys; print('cannot open'); sys.exit(1)\n")
     python.chmod(0o755)
-    for executable, said in (
-        ("/nowhere/python", "no process can be started: [Errno 2] No such file"),
-        (str(python), "its process ended with 1"),
-    ):
+    for executable, said in (("/nowhere/python", "no process can be started: [Errno 2]"), (str(python), "cannot open")):
         caplog.clear()
         monkeypatch.setattr(tracking.sys, "executable", executable)  # type: ignore[attr-defined]
         tracker = build(config(), tmp_path, home)
         tracker.begin()
-        deadline = time.monotonic() + LONG_S
-        while said not in caplog.text:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
         assert tracker.finish() is None
-        last = said if executable.startswith("/nowhere") else "cannot open"
-        assert f"({last}" in caplog.text.split("did not get everything")[1]
+        assert f"({said}" in caplog.text.split("did not get everything")[1]
 
 
 def test_a_store_is_named_by_the_configuration_or_else_by_the_environment(
@@ -241,36 +197,12 @@ def test_a_store_is_named_by_the_configuration_or_else_by_the_environment(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
     assert locate(None, tmp_path) == "http://127.0.0.1:1"
     assert locate("http://127.0.0.1:2", tmp_path) == "http://127.0.0.1:2"
-    for uri in ("./mlruns", "mlruns", "/data/mlruns", "file:mlruns", "file:///data/mlruns"):
+    for uri in ("mlruns", "file:///data/mlruns"):
         with pytest.raises(ConfigError, match=r"^tracking\.uri="):
             build(config(uri), tmp_path, tmp_path)
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI="):
             build(config(), tmp_path, tmp_path)
-
-
-def test_the_command_that_opens_a_database_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server needs none; where the environment is not activated, the program is named with its path."""
-    programs, path = Path(sys.executable).parent, os.environ["PATH"]
-    for uri, expected in {
-        "sqlite:////my runs/mlflow.db": "mlflow ui --backend-store-uri 'sqlite:////my runs/mlflow.db'",
-        "http://tracking:5000": "",
-        "databricks": "",
-    }.items():
-        for searched, program in ((f"{programs}:{path}", ""), ("/usr/bin", f"{sys.executable} -m ")):
-            monkeypatch.setenv("PATH", searched)
-            said = [line.partition("\n  ")[2] for line in where_to_look(uri, None)]
-            assert said == ([f"{program}{expected}"] if expected else [])
-
-
-def test_one_name_for_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    for where, expected in (
-        (f"{Path(sys.executable).parent}:{os.environ['PATH']}", "resilient-train"),
-        ("/usr/bin", f"{sys.executable} -m resilient_train"),
-    ):
-        monkeypatch.setenv("PATH", where)
-        assert command("incidents", tmp_path / "my run") == f"{expected} incidents 'my run'"
 
 
 def test_the_link_opens_the_overview() -> None:
@@ -281,14 +213,3 @@ def test_the_link_opens_the_overview() -> None:
         "https://me:secret@tracking.example/mlflow/": "https://tracking.example/mlflow",
     }.items():
         assert url(uri, "1", "abc") == f"{root}/#/experiments/1/runs/abc?workflowType=machine_learning"
-
-
-def test_a_cursor_forgets_only_what_is_known_of_another_destination(tmp_path: Path) -> None:
-    """A run that resumes while its server is down is still the same run in MLflow, and uploads nothing twice."""
-    known = {"tracking_uri": "http://127.0.0.1:9", "experiment": "e", "run_id": "abcdef0123456789", "delivered": 100}
-    (tmp_path / "mlflow.json").write_text(json.dumps(known))
-    UploadCursor(tmp_path).aim("http://127.0.0.1:9", "e")
-    assert json.loads((tmp_path / "mlflow.json").read_text()) == known
-    UploadCursor(tmp_path).aim("http://127.0.0.1:9", "another")
-    assert UploadCursor(tmp_path).run is None
-    assert UploadCursor(tmp_path).get("delivered") is None

@@ -101,18 +101,18 @@ def values_of(overrides: Sequence[str]) -> dict[str, str]:
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
     """Suggest what a misspelt key may mean, among the keys of the options that the command line chooses."""
-    chosen = [one for one in overrides if (CONF / one.partition("=")[0]).is_dir() and one.partition("=")[0] != key]
+    groups = sorted(one.name for one in CONF.iterdir() if one.is_dir())
+    chosen = [one for one in overrides if one.partition("=")[0] in {*groups} - {key}]
     parent, _, name = key.rpartition(".")
     value, node = values_of(overrides).get(key, ...), DictConfig({})
     with suppress(TrainError, OmegaConfBaseException):  # without them only a hint is missing
         root = composed_raw(chosen)
         node = OmegaConf.select(root, parent) if parent else root
     if not isinstance(node, DictConfig):
-        how = f"{parent} has no keys of its own" if node is not None else f"+{key}=... adds one, as of an extension"
-        return ConfigError(key, value, f"no such key; {how}")
+        return ConfigError(key, value, f"no such key; {parent} has no keys of its own, +{key}=... adds one")
     known = [str(one) for one in node if one != "hydra"]
     if not parent:  # groups that have no node unless one of their options is chosen, such as experiment
-        known += sorted(one.name for one in CONF.iterdir() if one.is_dir() and one.name not in known)
+        known += [group for group in groups if group not in known]
     hint = f"+{key}=... adds an argument of its _target_" if "_target_" in known else ""
     return no_such("key", name, known, at=key, value=value, hint=hint)
 
