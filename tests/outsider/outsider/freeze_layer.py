@@ -1,4 +1,4 @@
-"""A remedy that freezes the weights whose names begin with a word, for a number of accepted updates."""
+"""A remedy that freezes the weights of a layer, for a number of accepted updates."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,14 @@ class FreezeLayer(Remedy):
     steps: int = limited(100, at_least=1)
 
     def applies(self, case):
-        return any(name.startswith(self.layer) for name in case.facts["trained"] if self.layer)
+        return any(is_in(name, self.layer) for name in case.facts["trained"])
 
     def apply(self, run):
         run.extension(FrozenLayers).freeze(self.layer, self.steps)
+
+
+def is_in(name, layer):
+    return bool(layer) and f"{name}.".startswith(f"{layer}.")
 
 
 class FrozenLayers(Extension, Hook):
@@ -24,7 +28,8 @@ class FrozenLayers(Extension, Hook):
 
     def build(self, run):
         self.model, self.left = run.state.model, {}  # updates for which a layer is still frozen
-        self.trained = [name for name, weight in self.model.named_parameters() if weight.requires_grad]
+        trained = [name for name, weight in self.model.named_parameters() if weight.requires_grad]
+        self.trained = trained if run.world.size == 1 else []  # DDP waits for the gradients of all
         run.hooks.append(self)
         run.effects.append(Effect("frozen_layers", lambda: dict(self.left), self.restore, self.restore))
 
@@ -35,10 +40,11 @@ class FrozenLayers(Extension, Hook):
         self.restore({**self.left, layer: steps})
 
     def restore(self, left):  # of an earlier process, or before a trial
-        self.left = dict(left)
         for name in self.trained:
-            is_frozen = any(name.startswith(layer) for layer in left)
-            self.model.get_parameter(name).requires_grad_(not is_frozen)
+            if any(is_in(name, layer) for layer in (*self.left, *left)):
+                is_frozen = any(is_in(name, layer) for layer in left)
+                self.model.get_parameter(name).requires_grad_(not is_frozen)
+        self.left = dict(left)
 
     def accepted(self, update):
         if self.left:
