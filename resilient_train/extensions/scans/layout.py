@@ -85,8 +85,15 @@ class Layout:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def kinds(self) -> list[str]:
-        """The optimizer of each group, if it is one of torch's own; empty for any other, also for a subclass of one."""
-        return [kind_of(optimizer) for optimizer in self.optimizers for _ in optimizer.param_groups]
+        """The optimizer of each group, if it is one of torch's own, and its numbers have room for the bound of a step.
+
+        Moments of float16 have not: small squares become 0 there.
+        """
+        return [
+            "" if any(weight.dtype is torch.float16 for weight in group["params"]) else kind_of(optimizer)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
 
     def tensors(self, scans: Collection[str], kept: Mapping[str, Tree], *, has_ranks: bool) -> Tensors:
         """What these scans look at."""
