@@ -446,7 +446,7 @@ class RateSearch(Hook):
             return
         run.checks.require_recovery(step, step)
         if run.checks.episode.is_open:
-            run.ring.keep_reference()
+            run.ring.keep_reference(step)
         fell = fact("weights_fell", share=found.left) if found.left < 1 else ()
         anomaly = Anomaly(Signal.NO_PROGRESS, step, run.clock.tick, found.since, check.evidence + fell)
         run.keeper.distrust(found.since)
