@@ -107,7 +107,7 @@ def test_a_loop_and_the_verbs_need_no_extra(tmp_path: Path) -> None:
 
 
 def test_scripts_are_sound() -> None:
-    """Every script may be executed, stops at its first error, and is valid bash; CI is scripts/test and nothing else."""
+    """Every script may be executed, stops at its first error, and is valid bash. CI is scripts/test --all."""
     assert (ROOT / ".ci/run").read_text().splitlines()[2:] == [
         'exec "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../scripts/test" --all'
     ]
