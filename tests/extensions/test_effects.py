@@ -187,3 +187,13 @@ def test_sharded_weights_are_limited_as_whole_ones() -> None:
     for theirs, (others, their_ticks, their_loss) in together(2, on_ranks, 2):
         assert (theirs, others, their_ticks) == (0, remedies, ticks)
         assert their_loss == pytest.approx(loss, rel=0.05)  # summed in another order, in a run that amplifies that
+
+
+def test_an_epsilon_that_was_raised_is_the_configured_one_again_once_that_is_undone() -> None:
+    group, setting = {"params": [torch.zeros(1, dtype=torch.float16)]}, dict[str, Any]()
+    (lasting := LastingRemedies()).mends_eps = True
+    lasting.shape(group, setting, {"eps": 1e-8})
+    assert setting["eps"] > 1e-8
+    lasting.mends_eps = False
+    lasting.shape(group, setting, {"eps": 1e-8})
+    assert setting["eps"] == 1e-8
