@@ -147,7 +147,7 @@ class Recovery:
             is_reported = is_mild_ladder and bool(actions) and is_mild(actions)  # and nothing more will be done
             checks.require_recovery(since, reached, is_only_reported=is_reported)
             if checks.episode.is_open:
-                self.parts.ring.keep_reference()
+                self.parts.ring.keep_reference(since)
 
     def _give_up(self, incident: Incident) -> NoReturn:
         self.incident_log.close(incident)

@@ -48,6 +48,7 @@ class Ring:
         self._set_aside: Snapshot | None = None
         self.best_step = 0  # the newest step at the best level of the run: the last verified snapshot up to it stays
         self.keeps_reference = False  # until the loss is back where it was before the incident
+        self._reference_step = 0  # the newest step that was trusted then; 0: nothing is kept
         self._branch_step = 0  # the lowest step rewound to since `_set_aside` was taken
         self._spare: list[list[torch.Tensor]] = []  # memory of dropped snapshots
         self._frozen = Frozen()
@@ -98,12 +99,13 @@ class Ring:
             snapshot.verified = True
         self._drop_surpassed()
 
-    def keep_reference(self) -> None:
-        """Keep the snapshot set aside until `release_reference`: the run is measured against it."""
-        self.keeps_reference = True
+    def keep_reference(self, since: int) -> None:
+        """Keep the best of the verified snapshots until `release_reference`: the run is measured against it."""
+        if not self.keeps_reference:
+            self.keeps_reference, self._reference_step = True, since
 
     def release_reference(self) -> None:
-        self.keeps_reference = False
+        self.keeps_reference, self._reference_step = False, 0
         self._drop_surpassed()
 
     def _drop_surpassed(self) -> None:
@@ -139,10 +141,10 @@ class Ring:
         """Go back to a snapshot and drop later ones, but set the best of them aside, for the end of the run."""
         self.load(snapshot.parts)
         later = [one for one in self.snapshots if one.step > snapshot.step]
-        aside = self._set_aside
-        best = max((one for one in later if one.verified), key=lambda one: one.step, default=None)
-        if best and self.slots >= _SLOTS_TO_SET_ASIDE and (aside is None or best.step > aside.step):
-            self._set_aside, self._branch_step = best, snapshot.step
+        good, aside = [one for one in later if one.verified], self._set_aside
+        best = [one for one in good if one.step <= self._reference_step] or good
+        if best and self.slots >= _SLOTS_TO_SET_ASIDE and (aside is None or best[-1].step > aside.step):
+            self._set_aside, self._branch_step = best[-1], snapshot.step
         self._branch_step = min(self._branch_step, snapshot.step)
         self.drop(*later)
 
@@ -189,8 +191,10 @@ class Ring:
     def _make_room(self, now: int) -> bool:
         """Drop snapshots until there is a slot for one of step `now`; False if that is not possible."""
         while len(self.snapshots) + (self._set_aside is not None) >= self.slots:
-            best = self.verified_until(self.best_step)[:1] if self.slots > _SLOTS_TO_SET_ASIDE else []
-            verified = [one.verified and one not in best for one in self.snapshots]
+            kept = self.verified_until(self.best_step)[:1] if self.slots > _SLOTS_TO_SET_ASIDE else []
+            if self.keeps_reference and self._set_aside is None:
+                kept += self.verified_until(self._reference_step)[:1]
+            verified = [one.verified and one not in kept for one in self.snapshots]
             if (place := snapshot_to_drop(verified, [one.step for one in self.snapshots], now)) is None:
                 return False
             self.drop(self.snapshots[place])

@@ -44,10 +44,12 @@ class LastingRemedies(Numbers, Lasting):
 
     def shape(self, group: Mapping[str, Any], setting: dict[str, Any], usual: Mapping[str, Any]) -> None:
         eps = usual.get("eps")
-        if self.mends_eps and isinstance(eps, int | float):  # Adafactor's is a pair
-            # The least keeps an update small where a second moment has underflowed to zero.
-            kinds = [torch.finfo(weight.dtype) for weight in group["params"] if weight.is_floating_point()]
-            setting["eps"] = max([eps, *(math.sqrt(kind.smallest_normal * kind.eps) for kind in kinds)])
+        if isinstance(eps, int | float):  # Adafactor's is a pair
+            setting["eps"] = eps  # the configured one also where the remedy was undone
+            if self.mends_eps:
+                # The least keeps an update small where a second moment has underflowed to zero.
+                kinds = [torch.finfo(weight.dtype) for weight in group["params"] if weight.is_floating_point()]
+                setting["eps"] = max([eps, *(math.sqrt(kind.smallest_normal * kind.eps) for kind in kinds)])
         decay = usual.get("weight_decay")
         if self.decay < 1 and isinstance(decay, int | float):
             setting["weight_decay"] = decay * self.decay

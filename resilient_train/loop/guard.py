@@ -506,7 +506,7 @@ class Guard(EngineGuard):
             if self._keeper.is_verified or self._ring.is_due(self.clock.step):  # else no snapshot is taken at this step
                 self._controls.snapshot(self.clock.step, verified=self._keeper.is_verified)
             if self._checks.episode.is_open:  # since before the process ended
-                self._ring.keep_reference()
+                self._ring.keep_reference(self.clock.step)
 
     def _complete(self) -> None:
         """Write the end state of the caller's loop. Every rank comes here: weights may be sharded."""

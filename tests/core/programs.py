@@ -6,7 +6,6 @@ Both end alike to the last bit: in weights, buffers, moments, average, loss scal
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,6 +21,7 @@ from torch import Tensor, distributed, nn, optim
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 from resilient_train.core.clip import clip
@@ -86,19 +86,6 @@ class Strikes:
         return SPOILED["gradient" if how == "overflow" else how](loss)
 
 
-class Ema(nn.Module):
-    """As that of timm: a copy of the model, whose whole `state_dict` follows, with the statistics of BatchNorm."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.module = copy.deepcopy(model).eval()
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        for mine, its in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
-            mine.copy_(0.9 * mine + 0.1 * its)
-
-
 class Program:
     """A classifier with BatchNorm and dropout; with the same code for a guard and for a plain loop."""
 
@@ -119,7 +106,7 @@ class Program:
         self.optimizers: list[Any] = built if isinstance(built, list) else [built]
         self.schedules = [OneCycleLR(one, 0.02, 2 * STEPS, cycle_momentum=False) for one in self.optimizers]
         self.accumulate, self.has_half, self.has_objective = accumulate, has_half, has_objective
-        self.average = Ema(self.bare) if has_average else None
+        self.average = AveragedModel(self.bare) if has_average else None
         self.scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=8, enabled=scale > 0)
         self.model = DistributedDataParallel(self.bare) if distributed.is_initialized() else self.bare
 
@@ -140,7 +127,7 @@ class Program:
     def after_batch(self) -> None:
         """Average the weights, whatever has become of the update."""
         if self.average is not None:
-            self.average.update(self.bare)
+            self.average.update_parameters(self.bare)
 
     def overflow(self) -> None:
         """Overflow in a forward, where BatchNorm sees it."""

@@ -107,25 +107,14 @@ def test_a_loop_and_the_verbs_need_no_extra(tmp_path: Path) -> None:
 
 
 def test_scripts_are_sound() -> None:
-    """Every script may be executed, stops at its first error, and is valid bash."""
+    """Every script may be executed, stops at its first error, and is valid bash. CI is scripts/test --all."""
+    assert (ROOT / ".ci/run").read_text().splitlines()[2:] == [
+        'exec "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../scripts/test" --all'
+    ]
     for script in SCRIPTS:
         assert os.access(script, os.X_OK)
         assert "\nset -euo pipefail\n" in script.read_text()
         subprocess.run(["bash", "-n", script], check=True)
-
-
-def test_ci_is_the_test_script(repository: Path) -> None:
-    """.ci/run calls scripts/test and nothing else, from any directory; that explains itself and makes nothing then."""
-    shutil.copy(ROOT / "scripts/test", repository / "scripts/test")
-    printed = printed_by([str(repository / "scripts/test"), "--help"], repository, dict(os.environ))
-    assert "scripts/test tests/FOLDER/test_x.py -k name" in printed
-    assert not (repository / ".venv").exists()
-    shutil.copytree(ROOT / ".ci", repository / ".ci")
-    test = repository / "scripts/test"
-    test.write_text('#!/bin/sh\necho "tested with $*"\nexit 7\n')
-    test.chmod(0o755)
-    done = subprocess.run([repository / ".ci/run"], cwd="/", check=False, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("tested with --all\n", 7)
 
 
 def test_the_list_of_slow_tests_names_tests() -> None:

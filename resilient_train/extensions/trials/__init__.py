@@ -145,7 +145,7 @@ class Trials(Extension, Hook):
         since, cut, tried = found
         checks.require_recovery(step, step)
         if checks.episode.is_open:
-            run.ring.keep_reference()
+            run.ring.keep_reference(step)
         anomaly = Anomaly(Signal.NO_PROGRESS, step, run.clock.tick, since, check.evidence)
         run.keeper.distrust(since)
         decision = Decision((Action("rewind"), cut), rung=OUTSIDE)
