@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     Callback,
     EarlyStopping,
+    EMAWeightAveraging,
     LearningRateFinder,
     StochasticWeightAveraging,
 )
@@ -93,6 +94,13 @@ def test_loaders_in_a_mapping_are_repeated_from_memory(tmp_path: Path) -> None:
         return weights(module)
 
     assert end("bit_flip", guarded=True) == end("", guarded=False)
+
+
+def test_an_average_of_weights_rewinds(tmp_path: Path) -> None:
+    """The final weights are the average: nothing of the damage is in them."""
+    run = fit(tmp_path, "bit_flip", callbacks=(EMAWeightAveraging(decay=0.9),))
+    assert [(one["signal"], one["outcome"]) for one in run.incidents] == [("weights_jump", "recovered")]
+    assert max(one.abs().max() for one in run.model.parameters()) < 10
 
 
 @pytest.mark.parametrize(("fault", "error"), [("raises", ZeroDivisionError), ("nan_batch", None)])

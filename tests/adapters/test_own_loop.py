@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,15 +15,12 @@ from unittest.mock import Mock
 import pytest
 from fork_server import ENVIRONMENT
 from group import Group, launch
-from guarded import guard_over, mse, often, sums, trained
+from guarded import guard_over, mse, sums
 from kills import summary
 
 from resilient_train.command import incidents, status, sync
 from resilient_train.durable.lock import DirectoryLock
-from resilient_train.durable.progress import Position, Progress
-from resilient_train.durable.writer import Job, Writer
-from resilient_train.ground.errors import DirectoryInUse, GaveUp
-from resilient_train.ground.types import Outcome
+from resilient_train.ground.errors import GaveUp
 from resilient_train.loop.guard import Guard
 
 PROGRAM = """
@@ -288,62 +284,18 @@ def test_a_close_that_raises_still_lets_go(error: Exception, tmp_path: Path, mon
     assert str(error) in summary(tmp_path / "run")["why"]
 
 
-def test_a_close_that_is_interrupted_while_it_writes_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By Ctrl-C: the summary says so, and the directory stays locked until what is being written has ended."""
-    run_dir, go_on = tmp_path / "run", threading.Event()
-    guard = guard_of(run_dir, verify_after=1, disk=2, memory=often(2))
-    write, wait = Writer._execute, Writer.wait
-
-    def slowly(writer: Writer, job: Job) -> None:
-        go_on.wait(60)
-        write(writer, job)
-
-    def interrupted(writer: Writer, seconds: float | None = None) -> bool:
-        if seconds is None:
-            raise KeyboardInterrupt  # a real signal may be handled a moment later, elsewhere
-        return wait(writer, seconds)
-
-    monkeypatch.setattr(Writer, "_execute", slowly)
-    for batch in guard.batches(12):
-        guard.step(batch)
-    guard.stopped = True
-    monkeypatch.setattr(Writer, "wait", interrupted)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            guard.close()
-        assert summary(run_dir)["status"] == "failed"
-        with pytest.raises(DirectoryInUse):
-            DirectoryLock(run_dir)
-    finally:
-        go_on.set()
-        monkeypatch.setattr(Writer, "wait", wait)
-    guard.close()
-    DirectoryLock(run_dir).release()
-
-
-def test_the_end_of_a_loop_writes_what_the_disk_refused_and_closes_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where nothing else happens in between; and each update was noted once in `progress`."""
-    listed = tmp_path / "run/incidents.jsonl"
-    noted, note = list[Position](), Progress._note
-
-    def noting(progress: Progress, position: Position) -> None:
-        noted.append(position)
-        note(progress, position)
-
-    monkeypatch.setattr(Progress, "_note", noting)
-    guard = guard_of(tmp_path / "run", data=sums(64, bad=(5,)), steps=80)
-    listed.unlink()
-    listed.mkdir()
-    trained(guard)
-    assert [one.outcome for one in guard.incidents] == [Outcome.RECOVERED]
-    listed.rmdir()
-    guard.close()
-    assert json.loads(listed.read_text())["outcome"] == "recovered"
-    assert len(noted) < 1.2 * guard.clock.tick
+def test_an_error_right_after_a_rewind_leaves_the_incident_open(tmp_path: Path) -> None:
+    """Nothing has shown that the run recovered; the process that resumes goes on with it."""
+    with pytest.raises(RuntimeError, match="right after"), closing(guard_of(tmp_path / "run", steps=90)) as guard:  # noqa: PT012
+        for batch in guard.batches():
+            guard.step(batch)
+            if guard.clock.tick == 60:
+                next(guard.model.parameters()).data.fill_(1e30)
+            if guard.incidents:
+                raise RuntimeError("right after the rewind")
+    written = summary(tmp_path / "run")
+    assert (written["status"], written["incidents"]["total"], written["incidents"]["recovered"]) == ("failed", 1, 0)
+    assert (tmp_path / "run/incidents.jsonl").read_text() == ""
     assert not [one for one in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(one)]
 
 
