@@ -204,18 +204,12 @@ def test_a_program_that_ends_waits_for_the_checkpoint_that_is_written(tmp_path: 
 
 # -------------------------------------------------------------------------------------------------------------- MLflow
 
-MLFLOW = [
-    # MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
-    pytest.mark.timeout(400),
-]
 
-
-def shown(place: Path, database: str) -> dict[str, Any]:
-    """What MLflow has of all runs in a database: one run, or this fails."""
+def shown(place: Path) -> dict[str, Any]:
+    """What MLflow has of all runs: one run, or this fails."""
     from mlflow import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{place / database}")
+    client = MlflowClient(f"sqlite:///{place}/live.db")
     experiments = [one.experiment_id for one in client.search_experiments(filter_string="name != 'Default'")]
     (run,) = client.search_runs(experiments)
     return {
@@ -227,32 +221,29 @@ def shown(place: Path, database: str) -> dict[str, Any]:
     }
 
 
-class TestLive:
-    pytestmark = MLFLOW
-
-    @pytest.fixture(autouse=True)
-    def store(self, place: Path, empty_store: Path) -> None:
-        shutil.copy(empty_store, place / "live.db")
-
-    def test_a_loop_is_shown_as_a_run_of_ours_is(self, place: Path) -> None:
-        """As one run, though it is left twice by a break; every tenth update, what it evaluates when it is over, its
-        incidents and its end. Asked for on one rank alone, and all take part.
-        """
-        uri = f"f'sqlite:///{place}/live.db' if accelerator.is_main_process else None"
-        done = launch(place, 2, "own.py", "again", f"{{'tracking': {uri}}}")
-        assert done.is_well, done.stderr
-        assert "another process is uploading" not in done.stderr
-        assert done.stderr.count("for the full report") == done.stderr.count("to see it, start") == 1
-        found = shown(place, "live.db")
-        assert (found["name"], found["status"], found["tags"]["resilience.incidents"]) == ("mine", "FINISHED", "1")
-        assert found["losses"] == [tick for tick in found["losses"] if tick % 10 in (0, 1)]
-        assert len(found["losses"]) == 12
-        assert {"loop.json", "incidents.jsonl"} <= found["files"]
-        written = summary(place / "mine")
-        assert (written["status"], written["eval"]) == ("completed", {"loss": 0.25})
-        assert written["mlflow"]["tracking_uri"] == f"sqlite:///{place}/live.db"
-        assert sync.main([str(place / "mine")]) == 0
-        assert shown(place, "live.db") == found
+# MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+@pytest.mark.timeout(400)
+def test_a_loop_is_shown_as_a_run_of_ours_is(place: Path, empty_store: Path) -> None:
+    """As one run, though it is left twice by a break; every tenth update, what it evaluates when it is over, its
+    incidents and its end. Asked for on one rank alone, and all take part.
+    """
+    shutil.copy(empty_store, place / "live.db")
+    uri = f"f'sqlite:///{place}/live.db' if accelerator.is_main_process else None"
+    done = launch(place, 2, "own.py", "again", f"{{'tracking': {uri}}}")
+    assert done.is_well, done.stderr
+    assert "another process is uploading" not in done.stderr
+    assert done.stderr.count("for the full report") == done.stderr.count("to see it, start") == 1
+    found = shown(place)
+    assert (found["name"], found["status"], found["tags"]["resilience.incidents"]) == ("mine", "FINISHED", "1")
+    assert found["losses"] == [tick for tick in found["losses"] if tick % 10 in (0, 1)]
+    assert len(found["losses"]) == 12
+    assert {"loop.json", "incidents.jsonl"} <= found["files"]
+    written = summary(place / "mine")
+    assert (written["status"], written["eval"]) == ("completed", {"loss": 0.25})
+    assert written["mlflow"]["tracking_uri"] == f"sqlite:///{place}/live.db"
+    assert sync.main([str(place / "mine")]) == 0
+    assert shown(place) == found
 
 
 def test_a_guard_that_could_not_be_made_leaves_its_directory_unlocked(
