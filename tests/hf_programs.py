@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -16,6 +17,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
@@ -61,6 +63,14 @@ class Pictures(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         return {"pixel_values": self.pixels[row], "labels": self.labels[row]}
+
+
+def tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Make one whose words are numbered from 3 on, behind <pad>, <eos> and <unk>."""
+    numbers = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *words])}
+    made = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def llama() -> Any:

@@ -170,29 +170,6 @@ def nestedrows_loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.mse_loss(model(torch.cat([left["left"], right[0]], 1)), y)
 
 
-class CountsItself(torch.optim.SGD):
-    """An optimizer with state that belongs to no weight, and more of it in a state_dict of its own."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, lr=lr, momentum=0.9)
-        self.phase = 0
-
-    def step(self, closure: Any = None) -> Any:
-        shared = self.state.setdefault("shared", {"calls": 0})  # type: ignore[call-overload]
-        shared["calls"] += 1
-        self.phase = (self.phase + shared["calls"]) % 7
-        for group in self.param_groups:
-            group["lr"] *= 1.0 + 0.1 * self.phase
-        return super().step(closure)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "phase": self.phase}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.phase = state_dict["phase"]
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "phase"})
-
-
 class Witness(Plain):
     saw: dict[str, float]
 

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import logging
 import math
-from collections import UserDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from guarded import REWIND, is_finite, mse, often, sums, trained
+from guarded import REWIND, mse, often, sums, trained
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import (
@@ -28,11 +27,10 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
-from torch.utils.data import DataLoader
 
 from resilient_train import GaveUp, Guard
 from resilient_train.data.samples import Slicing
-from resilient_train.data.trees import state_sha256, weights_sha256
+from resilient_train.data.trees import state_sha256
 from resilient_train.ground.errors import TrainError
 from resilient_train.loop.rows_of_loader import samples_of
 
@@ -67,50 +65,10 @@ class Loops:
 # What everybody gets.
 
 
-def test_a_nan_is_seen_in_batches_of_any_class() -> None:
-    """To torch they are one leaf: the batch is to blame all the same, and its row named, as in a dict."""
-
-    def collated(some: list[Any]) -> Any:
-        return UserDict({key: torch.stack([row[key] for row in some]) for key in "xy"})
-
-    table = sums(64, bad=(17,))
-    data = [UserDict(x=table[row][0], y=table[row][1]) for row in range(64)]
-    guard = Loops().guard(data=data, collate=collated, objective=lambda model, one: mse(model, (one["x"], one["y"])))
-    told = [(one.anomaly.signal, one.diagnosis.cause, one.diagnosis.rows) for one in trained(guard, 8).incidents]
-    assert told == [("nonfinite_batch", "data", (17,))]
-    assert guard.incidents[0].diagnosis.advice[0]["why"][0]["field"] == "['x']"
-
-
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_loader_of_the_loop_rewinds_and_its_bad_row_is_named(prepared: bool) -> None:
-    """Accelerate's as torch's; the row is one incident, and others take its place from then on."""
-    loops, loader = Loops(spoiled=23), DataLoader(sums(256, bad=(40,)), batch_size=16, shuffle=True)
-    data = loops.accelerator.prepare(loader) if prepared else loader
-    guard = trained(loops.guard(data=data, batch_size=None, objective=mse, recovery="balanced"), 60)
-    assert (40,) in [one.diagnosis.rows for one in guard.incidents]
-    assert len(guard.incidents) == 2
-    assert is_finite(loops.model)
-    assert guard.samples.slicing.samples == 16
-
-
-def served(loader: Any) -> Any:
-    return samples_of(loader, float, Slicing(1), 0, torch.device("cpu"))
-
-
-def test_the_loop_gets_what_the_loader_made() -> None:
-    """A copy would lie outside of pinned memory."""
-    batches = [(torch.ones(2), {"x": torch.ones(3)}) for _ in range(5)]
-    samples = served(batches)
-    for made in batches:
-        batch = samples.next_update().batches[0]
-        assert batch[0] is made[0]
-        assert batch[1]["x"] is made[1]["x"]
-
-
 @pytest.mark.parametrize(("loader", "why"), [([], "is empty"), (iter([1, 2]), "cannot be iterated again")])
 def test_a_loader_that_has_ended_says_so(loader: Any, why: str) -> None:
     """An empty one and one that can be iterated only once are two mistakes."""
-    samples = served(loader)
+    samples = samples_of(loader, float, Slicing(1), 0, torch.device("cpu"))
     with pytest.raises(TrainError, match=why):
         print([samples.next_update() for _ in range(3)])
 
@@ -148,26 +106,6 @@ def test_a_schedule_is_the_one_it_would_be_without_a_guard(name: str) -> None:
         if guard.step(batch):
             found[guard.attempted_step] = scheduled(loops.optimizer)
     assert [one for step in range(1, 13) for one in found[step]] == pytest.approx(expected)
-
-
-def test_several_optimizers_step_together() -> None:
-    """A refused update leaves both as they were; each has its own schedule."""
-    loops = Loops(prepared=False)
-    sgd = torch.optim.SGD(loops.model[0].parameters(), lr=0.1, momentum=0.9)
-    adam = torch.optim.Adam([*loops.model[1:].parameters()], lr=1e-2)
-    loops.model, *loops.optimizer = loops.accelerator.prepare(loops.model, sgd, adam)
-    guard = loops.guard(objective=mse, schedule=[StepLR(sgd, 5, 0.1), None])
-    before = ""
-    for number, batch in enumerate(guard.batches(20)):
-        guard.step([batch[0] * math.nan, batch[1]] if number == 8 else batch)
-        if number == 7:
-            guard.settle()
-            before = weights_sha256(guard.state)
-        if number == 8:
-            assert weights_sha256(guard.state) == before
-    assert is_finite(loops.model)
-    assert len(guard.incidents) == 1
-    assert [one.param_groups[0]["lr"] for one in (sgd, adam)] == pytest.approx([1e-4, 1e-2])
 
 
 def test_a_compiled_model_keeps_the_names_of_its_weights(tmp_path: Path) -> None:

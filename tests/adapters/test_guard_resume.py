@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from resilient_train.extensions.drills import Drill, NanGrad
 from resilient_train.extensions.quarantine import QUARANTINE
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.loop.guard import Guard
-from resilient_train.processes.world import join
 from resilient_train.report.story import read_story
 
 STEPS, ROWS, BATCH = 60, 64, 8
@@ -138,27 +136,6 @@ def test_strikes_count_on_every_rank_of_a_run_that_goes_on(tmp_path: Path) -> No
     told, _, _, rate = agreed(2, ranks, tmp_path / "mine", NEVER)
     assert told == [["skip"], ["go_on"], ["rewind", "skip"]]
     assert rate == pytest.approx(1e-2 * 0.99 ** (2 * (STEPS - 1))), "Accelerate's schedules go a step per process"
-
-
-def closes_at_the_end(at: int) -> None:
-    """One rank's own code raises in the middle of the loop, and what is written around it closes the guard."""
-    join(cpu=True, limit=timedelta(seconds=20))
-    model = nn.Linear(5, 1)
-    accelerator = Accelerator(cpu=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    guard = Guard(accelerator, accelerator.prepare(model), optimizer, data=Rows(), batch_size=4, objective=mse)
-    try:
-        for batch in guard.batches(STEPS):
-            guard.step(batch)
-            if guard.clock.tick == at and accelerator.process_index:
-                raise ValueError("of one rank alone")
-    except (ValueError, RuntimeError):
-        guard.close()
-
-
-def test_an_error_on_one_rank_does_not_wait_for_the_others() -> None:
-    """They are in the collectives of the model, and learn of it by its end: a close that waits would raise."""
-    assert [code for code, _ in together(2, closes_at_the_end, 12)] == [0, 0]
 
 
 def test_a_patched_line_that_was_changed_since_is_said_once_and_asks_for_nothing_more(

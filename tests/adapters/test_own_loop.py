@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,15 +15,12 @@ from unittest.mock import Mock
 import pytest
 from fork_server import ENVIRONMENT
 from group import Group, launch
-from guarded import guard_over, mse, often, sums, trained
+from guarded import guard_over, mse, sums
 from kills import summary
 
 from resilient_train.command import incidents, status, sync
 from resilient_train.durable.lock import DirectoryLock
-from resilient_train.durable.progress import Position, Progress
-from resilient_train.durable.writer import Job, Writer
-from resilient_train.ground.errors import DirectoryInUse, GaveUp
-from resilient_train.ground.types import Outcome
+from resilient_train.ground.errors import GaveUp
 from resilient_train.loop.guard import Guard
 
 PROGRAM = """
@@ -208,18 +204,12 @@ def test_a_program_that_ends_waits_for_the_checkpoint_that_is_written(tmp_path: 
 
 # -------------------------------------------------------------------------------------------------------------- MLflow
 
-MLFLOW = [
-    # MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
-    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
-    pytest.mark.timeout(400),
-]
 
-
-def shown(place: Path, database: str) -> dict[str, Any]:
-    """What MLflow has of all runs in a database: one run, or this fails."""
+def shown(place: Path) -> dict[str, Any]:
+    """What MLflow has of all runs: one run, or this fails."""
     from mlflow import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{place / database}")
+    client = MlflowClient(f"sqlite:///{place}/live.db")
     experiments = [one.experiment_id for one in client.search_experiments(filter_string="name != 'Default'")]
     (run,) = client.search_runs(experiments)
     return {
@@ -231,32 +221,29 @@ def shown(place: Path, database: str) -> dict[str, Any]:
     }
 
 
-class TestLive:
-    pytestmark = MLFLOW
-
-    @pytest.fixture(autouse=True)
-    def store(self, place: Path, empty_store: Path) -> None:
-        shutil.copy(empty_store, place / "live.db")
-
-    def test_a_loop_is_shown_as_a_run_of_ours_is(self, place: Path) -> None:
-        """As one run, though it is left twice by a break; every tenth update, what it evaluates when it is over, its
-        incidents and its end. Asked for on one rank alone, and all take part.
-        """
-        uri = f"f'sqlite:///{place}/live.db' if accelerator.is_main_process else None"
-        done = launch(place, 2, "own.py", "again", f"{{'tracking': {uri}}}")
-        assert done.is_well, done.stderr
-        assert "another process is uploading" not in done.stderr
-        assert done.stderr.count("for the full report") == done.stderr.count("to see it, start") == 1
-        found = shown(place, "live.db")
-        assert (found["name"], found["status"], found["tags"]["resilience.incidents"]) == ("mine", "FINISHED", "1")
-        assert found["losses"] == [tick for tick in found["losses"] if tick % 10 in (0, 1)]
-        assert len(found["losses"]) == 12
-        assert {"loop.json", "incidents.jsonl"} <= found["files"]
-        written = summary(place / "mine")
-        assert (written["status"], written["eval"]) == ("completed", {"loss": 0.25})
-        assert written["mlflow"]["tracking_uri"] == f"sqlite:///{place}/live.db"
-        assert sync.main([str(place / "mine")]) == 0
-        assert shown(place, "live.db") == found
+# MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+@pytest.mark.timeout(400)
+def test_a_loop_is_shown_as_a_run_of_ours_is(place: Path, empty_store: Path) -> None:
+    """As one run, though it is left twice by a break; every tenth update, what it evaluates when it is over, its
+    incidents and its end. Asked for on one rank alone, and all take part.
+    """
+    shutil.copy(empty_store, place / "live.db")
+    uri = f"f'sqlite:///{place}/live.db' if accelerator.is_main_process else None"
+    done = launch(place, 2, "own.py", "again", f"{{'tracking': {uri}}}")
+    assert done.is_well, done.stderr
+    assert "another process is uploading" not in done.stderr
+    assert done.stderr.count("for the full report") == done.stderr.count("to see it, start") == 1
+    found = shown(place)
+    assert (found["name"], found["status"], found["tags"]["resilience.incidents"]) == ("mine", "FINISHED", "1")
+    assert found["losses"] == [tick for tick in found["losses"] if tick % 10 in (0, 1)]
+    assert len(found["losses"]) == 12
+    assert {"loop.json", "incidents.jsonl"} <= found["files"]
+    written = summary(place / "mine")
+    assert (written["status"], written["eval"]) == ("completed", {"loss": 0.25})
+    assert written["mlflow"]["tracking_uri"] == f"sqlite:///{place}/live.db"
+    assert sync.main([str(place / "mine")]) == 0
+    assert shown(place) == found
 
 
 def test_a_guard_that_could_not_be_made_leaves_its_directory_unlocked(
@@ -288,62 +275,18 @@ def test_a_close_that_raises_still_lets_go(error: Exception, tmp_path: Path, mon
     assert str(error) in summary(tmp_path / "run")["why"]
 
 
-def test_a_close_that_is_interrupted_while_it_writes_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By Ctrl-C: the summary says so, and the directory stays locked until what is being written has ended."""
-    run_dir, go_on = tmp_path / "run", threading.Event()
-    guard = guard_of(run_dir, verify_after=1, disk=2, memory=often(2))
-    write, wait = Writer._execute, Writer.wait
-
-    def slowly(writer: Writer, job: Job) -> None:
-        go_on.wait(60)
-        write(writer, job)
-
-    def interrupted(writer: Writer, seconds: float | None = None) -> bool:
-        if seconds is None:
-            raise KeyboardInterrupt  # a real signal may be handled a moment later, elsewhere
-        return wait(writer, seconds)
-
-    monkeypatch.setattr(Writer, "_execute", slowly)
-    for batch in guard.batches(12):
-        guard.step(batch)
-    guard.stopped = True
-    monkeypatch.setattr(Writer, "wait", interrupted)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            guard.close()
-        assert summary(run_dir)["status"] == "failed"
-        with pytest.raises(DirectoryInUse):
-            DirectoryLock(run_dir)
-    finally:
-        go_on.set()
-        monkeypatch.setattr(Writer, "wait", wait)
-    guard.close()
-    DirectoryLock(run_dir).release()
-
-
-def test_the_end_of_a_loop_writes_what_the_disk_refused_and_closes_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where nothing else happens in between; and each update was noted once in `progress`."""
-    listed = tmp_path / "run/incidents.jsonl"
-    noted, note = list[Position](), Progress._note
-
-    def noting(progress: Progress, position: Position) -> None:
-        noted.append(position)
-        note(progress, position)
-
-    monkeypatch.setattr(Progress, "_note", noting)
-    guard = guard_of(tmp_path / "run", data=sums(64, bad=(5,)), steps=80)
-    listed.unlink()
-    listed.mkdir()
-    trained(guard)
-    assert [one.outcome for one in guard.incidents] == [Outcome.RECOVERED]
-    listed.rmdir()
-    guard.close()
-    assert json.loads(listed.read_text())["outcome"] == "recovered"
-    assert len(noted) < 1.2 * guard.clock.tick
+def test_an_error_right_after_a_rewind_leaves_the_incident_open(tmp_path: Path) -> None:
+    """Nothing has shown that the run recovered; the process that resumes goes on with it."""
+    with pytest.raises(RuntimeError, match="right after"), closing(guard_of(tmp_path / "run", steps=90)) as guard:  # noqa: PT012
+        for batch in guard.batches():
+            guard.step(batch)
+            if guard.clock.tick == 60:
+                next(guard.model.parameters()).data.fill_(1e30)
+            if guard.incidents:
+                raise RuntimeError("right after the rewind")
+    written = summary(tmp_path / "run")
+    assert (written["status"], written["incidents"]["total"], written["incidents"]["recovered"]) == ("failed", 1, 0)
+    assert (tmp_path / "run/incidents.jsonl").read_text() == ""
     assert not [one for one in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(one)]
 
 

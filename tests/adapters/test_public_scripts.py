@@ -38,17 +38,14 @@ def test_the_page_counts_its_lines() -> None:
 
 
 def write_model_and_texts(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from hf_programs import tokenizer
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    words = ["<pad>", "<eos>", "<unk>", *LETTERS]
-    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    tokenizer.model_max_length = 64
-    tokenizer.save_pretrained(folder / "model")
+    made = tokenizer(LETTERS)
+    made.model_max_length = 64
+    made.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    sizes = {"vocab_size": len(words), "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    sizes = {"vocab_size": len(made), "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
     GPT2LMHeadModel(GPT2Config(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=1)).save_pretrained(
         folder / "model"
     )

@@ -167,6 +167,7 @@ of_all = pytest.mark.parametrize("train", TRAINERS.values(), ids=TRAINERS)
 HEALTHY: dict[str, tuple[Train, dict[str, Any]]] = {
     "two batches an update": (hugging_face, {}),
     "not clipped": (hugging_face, {"program": "vit", "gradient_accumulation_steps": 1, "max_grad_norm": -1.0}),
+    "batches that do not fill an update": (hugging_face, {"gradient_accumulation_steps": 5, "steps": 24}),
     "a batch without a loss now and then": (lightning, {"fault": "none"}),
     "stopped early": (lightning, {"callbacks": (EarlyStopping("val", patience=0, min_delta=10.0),)}),
     "a last update of fewer batches": (
@@ -280,6 +281,14 @@ def test_what_was_skipped_is_left_out_again_after_a_resume(train: Train, tmp_pat
     [incident] = resumed.incidents
     assert incident["actions"] == [{"remedy": "skip"}]
     assert (resumed.steps, resumed.weights) == (25, whole.weights)
+
+
+def test_an_update_that_is_left_out_is_logged_with_0(tmp_path: Path) -> None:
+    """Its NaN is in no row, nor in the sum that the rows after it are made of."""
+    ended = hugging_face(tmp_path, stream=True, logging_steps=1, steps=15)
+    losses = [float(loss) for loss in re.findall("'loss': ([^,]+)", ended.logs)]
+    assert [step for step, loss in enumerate(losses, start=1) if loss == 0] == [13]  # the update that has the bad row
+    assert all(0 <= loss < 5 for loss in losses)
 
 
 ON_TWO_RANKS: dict[str, list[Any]] = {  # what happens to a trainer, and its incidents

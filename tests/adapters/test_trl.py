@@ -11,15 +11,15 @@ import torch
 pytest.importorskip("trl")
 
 from datasets import Dataset
+from hf_programs import tokenizer
 from test_hf import incidents, rows, weights
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 import resilient_train
 
-WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(61))]
+WORDS = [f"w{number}" for number in range(61)]
 TEXTS = [" ".join(f"w{(7 * row + 3 * place) % 60}" for place in range(4 + row % 8)) for row in range(96)]
 AT = 8  # the step that a fault strikes
 USUAL: dict[str, Any] = {
@@ -29,12 +29,6 @@ USUAL: dict[str, Any] = {
     "logging_steps": 2,
 }
 USUAL |= {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "bf16": False}
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -60,7 +54,7 @@ def trained(output: Path, *, guarded: bool = True, strikes: bool = False) -> Any
     more = {"num_generations": 4, "max_completion_length": 5, "num_iterations": 2}
     args = GRPOConfig(str(output), max_steps=12, **more, **USUAL)
     data = Dataset.from_dict({"prompt": [" ".join(text.split()[:3]) for text in TEXTS]})
-    trainer = Struck(model, args=args, reward_funcs=reward, train_dataset=data, processing_class=tokenizer())
+    trainer = Struck(model, args=args, reward_funcs=reward, train_dataset=data, processing_class=tokenizer(WORDS))
     trainer.strikes = strikes
     if guarded:
         resilient_train.hf.guard(trainer)

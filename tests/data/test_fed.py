@@ -43,34 +43,3 @@ def test_no_more_is_kept_than_allowed_also_while_a_rewind_is_repeated(monkeypatc
             update = repeated.next_update()
             assert torch.cat(update.batches).tolist() == list(range(number * UPDATE, (number + 1) * UPDATE))
             assert kept(repeated) == repeated._kept_bytes <= most + UPDATE_BYTES  # that of the update at hand
-
-
-def test_what_is_replaced_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    repeated = samples(8)
-    repeated.quarantine([5, 21])
-    repeated.load_state_dict({"position": 0})
-    while repeated.is_behind:
-        repeated.next_update()
-    assert kept(repeated) == repeated._kept_bytes == 8 * UPDATE_BYTES
-    repeated.forget_before(repeated.newest_stop + 100 * UPDATE)
-    assert kept(repeated) == repeated._kept_bytes == 0
-
-
-@pytest.mark.parametrize("unknown", [0, 1])
-def test_rows_are_known_of_all_micro_batches_or_of_none(unknown: int) -> None:
-    """A sampler may yield what is no row number now and then: no batch is lost, and no other rows are blamed."""
-    made = FedSamples(Slicing(BATCH, MICRO_BATCHES, 0, 1), dataset=ROWS, collate=default_collate)
-    given = [(), range(4, 8)] if unknown == 0 else [range(4), ()]
-    together = made.feed()
-    made.feed_more(together, ROWS[:4], given[0])
-    made.feed_more(together, ROWS[4:8], given[1])
-    made.next_update()
-    one_by_one = made.feed()
-    made.feed_more(one_by_one, ROWS[8:12], given[0])
-    made.next_update()
-    made.feed_more(one_by_one, ROWS[12:16], given[1])
-    assert together.rows == one_by_one.rows == []
-    made.quarantine([5])
-    made.load_state_dict({"position": 0})
-    for start in (0, 8):
-        assert torch.cat(made.next_update().batches).tolist() == list(range(start, start + 8))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from group import alone
-from guarded import REWIND, guard_over, mse, often
+from guarded import REWIND, guard_over, mse
 from kills import die_with_checkpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -23,7 +23,7 @@ from resilient_train.data.trees import weights_sha256
 from resilient_train.ground.reader import DiskConfig
 
 DATA = torch.randn(512, 6, generator=torch.Generator().manual_seed(3))
-DRAWS: dict[str, Callable[[], Any]] = {
+DRAWS: dict[str, Callable[[], Tensor]] = {
     "torch": lambda: torch.randint(len(DATA), (16,)),
     "numpy": lambda: torch.from_numpy(np.random.randint(0, len(DATA), 16)),
     "python": lambda: torch.tensor([random.randrange(len(DATA)) for _ in range(16)]),
@@ -33,19 +33,24 @@ DRAWS: dict[str, Callable[[], Any]] = {
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
-def batches(draw: Callable[[], Tensor], seen: list[tuple[int, ...]]) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(draw: Callable[[], Tensor]) -> Iterator[list[Tensor]]:
     while True:
         rows = draw()
-        seen.append(tuple(rows.tolist()))
-        yield DATA[rows], DATA[rows].sum(1, keepdim=True)
+        yield [DATA[rows], DATA[rows].sum(1, keepdim=True), rows]
 
 
 @pytest.mark.parametrize("form", ["objective", "hand-over"])
 @pytest.mark.parametrize("source", DRAWS)
 def test_batches_that_a_loader_drew_come_again_after_a_rewind(source: str, form: str) -> None:
     """As they were, also the one that the loop has spoiled. The loader draws none of them a second time."""
-    seen: list[tuple[int, ...]] = []
-    guard = guard_over(batches(DRAWS[source], seen), objective=mse if form == "objective" else None, recovery=REWIND)
+    drawn = []
+
+    def draw() -> Tensor:
+        rows = DRAWS[source]()
+        drawn.append(tuple(rows.tolist()))
+        return rows
+
+    guard = guard_over(batches(draw), objective=mse if form == "objective" else None, recovery=REWIND)
     model, trained, spoiled = guard.model, list[Any](), False
     for batch in guard.batches(30):
         trained.append(batch[0].clone())
@@ -59,7 +64,7 @@ def test_batches_that_a_loader_drew_come_again_after_a_rewind(source: str, form:
             guard.world.accelerator.backward(loss)
             guard.update(loss)
     assert [one.rewound_to for one in guard.incidents] == [10]
-    assert len(set(seen)) == len(seen) == 30
+    assert len(set(drawn)) == len(drawn) == 30
     assert all(map(torch.equal, trained[-20:], trained[10:20]))
 
 
@@ -80,7 +85,9 @@ class Rows(Dataset[Any]):
 def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: tuple[int, ...] = ()) -> Any:
     """Train over a loader. Returns the weights, the rows of all batches that were handed out, and those accused."""
     draws = torch.Generator().manual_seed(5) if kind == "generator" else None
-    loader = DataLoader(Rows(bad), 16, True, num_workers=workers, persistent_workers=workers > 0, generator=draws)
+    loader: Any = DataLoader(Rows(bad), 16, True, num_workers=workers, persistent_workers=workers > 0, generator=draws)
+    if kind == "drawn":
+        loader = batches(DRAWS["torch"])
     if kind == "prepared":
         loader = Accelerator(cpu=True).prepare(loader)
     guard = guard_over(loader, run_dir=run_dir, disk=DiskConfig(every=6), resume=True, steps=50)
@@ -97,8 +104,8 @@ def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: t
     return weights_sha256(guard.state), seen, [one.diagnosis.rows for one in guard.incidents]
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("plain", 2), ("generator", 0), ("prepared", 0)])
-def test_a_loader_over_rows_goes_on_where_it_was(kind: str, workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "workers"), [("plain", 2), ("generator", 0), ("prepared", 0), ("drawn", 0)])
+def test_a_loader_goes_on_where_it_was(kind: str, workers: int, tmp_path: Path) -> None:
     """After a kill in its third epoch, too: the same rows, and the weights of a run that was not killed."""
     weights, seen, _ = over_rows(tmp_path / "unharmed", kind, workers)
     assert alone(over_rows, tmp_path / "mine", kind, workers, 31) == (-signal.SIGKILL, None)
@@ -119,35 +126,3 @@ def test_bad_rows_of_a_loader_are_named_and_come_no_more(kind: str, tmp_path: Pa
     _, seen, accused = over_rows(tmp_path, kind, 0, bad=(17, 99))
     assert sorted(accused) == [(17,), (99,)]
     assert sum({17, 99} & {*rows} != set() for rows in seen) == 2
-
-
-def loop(run_dir: Path, killed_at: int = 10**9) -> dict[str, Any]:
-    """The whole program."""
-    seen: list[tuple[int, ...]] = []
-    guard = guard_over(
-        batches(DRAWS["torch"], seen),
-        objective=mse,
-        run_dir=run_dir,
-        memory=often(2),
-        disk=DiskConfig(every=6),
-        resume=True,
-        steps=50,
-    )
-    for batch in guard.batches():
-        if guard.clock.tick == killed_at:
-            die_with_checkpoint(run_dir)
-        guard.step(batch)
-    guard.leave()
-    guard.close()
-    told = [(str(one.anomaly.signal), one.decision.actions[0].remedy) for one in guard.incidents]
-    return {"weights": weights_sha256(guard.state), "told": told, "seen": seen}
-
-
-def test_a_resume_draws_what_the_run_would_have_drawn(tmp_path: Path) -> None:
-    """After a kill it ends with the very weights of a run that was never killed."""
-    unharmed = loop(tmp_path / "unharmed")
-    assert alone(loop, tmp_path / "mine", 30) == (-signal.SIGKILL, None)
-    resumed = loop(tmp_path / "mine")
-    assert resumed["told"] == [("crash", "go_on")]
-    assert 0 < len(resumed["seen"]) < len(unharmed["seen"])
-    assert resumed["weights"] == unharmed["weights"]

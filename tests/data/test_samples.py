@@ -33,6 +33,7 @@ from resilient_train.zoo.hf import hf_dataset
 
 BATCH = 3
 UPDATE = 4 * BATCH  # samples to an update, however they are cut
+EIGHT = Slicing(8)
 
 
 def slicings(world: int) -> list[Slicing]:
@@ -43,10 +44,19 @@ def of_stream(dataset: Any, slicing: Slicing, seed: int = 0) -> IterableSamples:
     return IterableSamples(dataset, slicing, seed, default_collate)
 
 
-def over(dataset: Any, slicing: Slicing, seed: int = 5, workers: int = 0) -> Samples:
+def over(
+    dataset: Any,
+    slicing: Slicing = EIGHT,
+    seed: int = 5,
+    workers: int = 0,
+    *,
+    shuffle: bool = True,
+    collate: Any = default_collate,
+) -> Any:
     if isinstance(dataset, Counting):
         return of_stream(dataset, slicing, seed)
-    return MapSamples(dataset, Stream(len(dataset), seed), slicing, collate=default_collate, num_workers=workers)
+    stream = Stream(len(dataset), seed, shuffle=shuffle)
+    return MapSamples(dataset, stream, slicing, collate=collate, num_workers=workers)
 
 
 def batches(samples: Samples, updates: int) -> list[str]:
@@ -173,18 +183,6 @@ def test_streams_of_libraries_are_exact(made: Any, tmp_path: Path) -> None:
     assert (epoch + indices(samples, 3))[:23] == list(range(23))
 
 
-def test_a_rewind_to_before_what_is_kept_reads_again() -> None:
-    """Rows that are dropped because two updates are kept, or that no snapshot in memory needs."""
-    for forgotten in (0, 10 * UPDATE):
-        samples = over(Counting(), slicings(1)[0])
-        batches(samples, 2)
-        here = samples.state_dict()
-        rest = batches(samples, 9)
-        samples.forget_before(forgotten)
-        samples.load_state_dict(here)
-        assert batches(samples, 9) == rest
-
-
 def test_rows_of_an_iterable_are_cut_into_smaller_batches() -> None:
     """After an update ran out of memory the same rows come in two halves, also those that were read ahead."""
     samples = over(Counting(), Slicing(6))
@@ -284,16 +282,6 @@ def picky(rows: list[dict[str, Any]]) -> Any:
     return default_collate(rows)
 
 
-EIGHT = Slicing(8)
-
-
-def by_hand(dataset: Any, slicing: Slicing = EIGHT, *, workers: int = 0, **options: Any) -> MapSamples:
-    stream = Stream(len(dataset), 5, shuffle=options.pop("shuffle", True))
-    return MapSamples(
-        dataset, stream, slicing, collate=options.pop("collate", default_collate), num_workers=workers, **options
-    )
-
-
 def rows_of(update: Update) -> list[int]:
     return [key.row for keys in update.keys for key in keys]
 
@@ -305,11 +293,11 @@ def epoch_of(samples: MapSamples) -> list[Update]:
 @pytest.mark.parametrize(("kind", "workers"), [(Faulty, 0), (InBatches, 2)])
 def test_rows_that_raise_are_told_with_others_in_their_places(kind: Any, workers: int) -> None:
     """Wherever they come, the first update and several in one batch included; all other places stay what they were."""
-    plain, missing = by_hand(Augmented(40)), {5, 17, 18, 30}
+    plain, missing = over(Augmented(40)), {5, 17, 18, 30}
     first = rows_of(plain.next_update())
     plain.load_state_dict({"position": 0})
     missing |= set(first[:2])
-    others, samples = active_children(), by_hand(kind(40, missing), workers=workers)
+    others, samples = active_children(), over(kind(40, missing), workers=workers)
     seen = set()
     for old in epoch_of(plain):
         new = samples.next_update()
@@ -332,7 +320,7 @@ def test_rows_that_raise_are_told_with_others_in_their_places(kind: Any, workers
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_update_that_failed_fails_alike_until_its_rows_are_in_quarantine(workers: int) -> None:
     """Going back to it gives the very same; with its rows in quarantine nothing fails any more."""
-    samples = by_hand(Faulty(24, {4, 9}), workers=workers)
+    samples = over(Faulty(24, {4, 9}), workers=workers)
     failed = next(update for update in epoch_of(samples) if update.failed)
     samples.go_back(failed)
     again = samples.next_update()
@@ -362,7 +350,7 @@ def test_rows_that_do_not_collate_are_found(
 ) -> None:
     """As themselves and not as all others; the error is that of collating, in one line, with the line of the user."""
     rows = Faulty(count, {7}, odd if collate is default_collate else ())
-    samples = by_hand(rows, Slicing(batch_size), collate=collate)
+    samples = over(rows, Slicing(batch_size), collate=collate)
     failed = {row.row: row.error for update in epoch_of(samples) for row in update.failed}
     assert failed.keys() == odd | {7}
     assert all(re.match(error, failed[row]) for row in odd)
@@ -379,7 +367,7 @@ def test_rows_that_do_not_collate_are_found(
 )
 def test_where_no_row_helps_the_error_is_the_users_own(dataset: Any, options: dict[str, Any], said: str) -> None:
     """A data set or a collate function that is broken as a whole ends the run, with its own traceback."""
-    samples = by_hand(dataset, Slicing(12), **options)
+    samples = over(dataset, Slicing(12), **options)
     for _ in range(2):
         with pytest.raises(Exception, match=said) as raised:
             samples.next_update()
@@ -395,7 +383,7 @@ def test_an_interrupt_while_a_row_is_fetched_is_heard() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        by_hand(Interrupted()).next_update()
+        over(Interrupted()).next_update()
 
 
 @pytest.fixture
@@ -415,7 +403,7 @@ def _state(pid: int) -> str:
 @pytest.mark.usefixtures("impatient")
 def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     """Wherever the training is at the time: the samples are what they would have been."""
-    plain, samples = by_hand(Augmented(400)), by_hand(Augmented(400), workers=2)
+    plain, samples = over(Augmented(400)), over(Augmented(400), workers=2)
     with caplog.at_level(logging.WARNING, "resilient_train"):
         for number in range(24):
             if number in (3, 14):  # far apart: two deaths in a row turn workers off
@@ -442,7 +430,7 @@ def test_where_workers_always_die_it_goes_on_without_them(caplog: pytest.LogCapt
                 os._exit(1)
             return super().__getitem__(index)
 
-    plain, samples = by_hand(Augmented(400)), by_hand(NoMemory(400), workers=1)
+    plain, samples = over(Augmented(400)), over(NoMemory(400), workers=1)
     with caplog.at_level(logging.WARNING, "resilient_train"):
         for _ in range(4):
             assert sha256(samples.next_update().batches) == sha256(plain.next_update().batches)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import torch
 from guarded import accused, guard_over, mse
 from guarded import trained as train
+from tables import table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -67,6 +68,10 @@ class Stream:
         self.at = state["at"]
 
 
+def as_it_is(rows: Rows) -> Rows:
+    return rows
+
+
 def io_error() -> OSError:
     return OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -101,50 +106,46 @@ def trained(data: Any, **given: Any) -> Guard:
         return train(guard, STEPS)
 
 
-@pytest.fixture(scope="module")
-def unharmed() -> str:
+@cache
+def unharmed(kind: Callable[[Rows], Any]) -> str:
     """The weights of a run whose storage never failed."""
-    return weights_sha256(trained(Rows()).state)
+    return weights_sha256(trained(kind(Rows())).state)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("how", [lambda: Away(100), Now], ids=["away", "now and then"])
+def loader(rows: Rows) -> Any:
+    return DataLoader(rows, batch_size=BATCH)  # type: ignore[arg-type]
+
+
+@table(
+    ("kind", "fails", "workers"),
+    {
+        "away": (as_it_is, lambda: Away(100), 0),
+        "away from workers": (as_it_is, lambda: Away(100), 2),
+        "now and then": (as_it_is, Now, 0),
+        "a stream, which has ended with the error": (Stream, lambda: Away(100), 0),
+        "a loader": (loader, lambda: Away(100), 0),
+    },
+)
 def test_what_fails_for_a_moment_costs_nothing(
-    how: Callable[[], Any], workers: int, unharmed: str, caplog: pytest.LogCaptureFixture
+    kind: Callable[[Rows], Any], fails: Callable[[], Any], workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No row is blamed, no sample lost: the weights are those of a run whose storage never failed."""
-    with caplog.at_level(logging.WARNING, "resilient_train"):
-        guard = trained(Rows(how()), num_workers=workers)
-    assert guard.incidents == []
-    assert weights_sha256(guard.state) == unharmed
-    assert "Input/output error" in caplog.text, "not a word of it"
+    """No row is blamed, and the weights are those of a run whose storage never failed; nor does it look like a hang.
 
-
-def test_a_stream_that_fails_for_a_moment_is_read_on() -> None:
-    """Its iterator has ended with the error, so its place is found again."""
-    unharmed = weights_sha256(trained(Stream(Rows())).state)
-    guard = trained(Stream(Rows(Away(100))))
-    assert guard.incidents == []
-    assert weights_sha256(guard.state) == unharmed
-
-
-def test_a_loader_of_ones_own_that_fails_for_a_moment_goes_on() -> None:
-    """With its next batch: what it has failed to give does not come again."""
-    guard = trained(DataLoader(Rows(Away(100)), batch_size=BATCH))  # type: ignore[arg-type]
-    assert (guard.clock.step, guard.incidents) == (STEPS, [])
-
-
-def test_the_watchdog_hears_of_pauses() -> None:
-    """Nobody takes waiting for the storage for a hang."""
+    A loader of one's own goes on with its next batch: what it has failed to give does not come again.
+    """
     beats: list[float] = []
-    away = Away(100)
-    trained(Rows(away), beat=lambda: beats.append(time.monotonic()))
-    assert [beat for beat in beats if beat < away.until], "no beat while it waited"
+    with caplog.at_level(logging.WARNING, "resilient_train"):
+        guard = trained(kind(Rows(away := fails())), num_workers=workers, beat=lambda: beats.append(time.monotonic()))
+    assert (guard.clock.step, guard.incidents) == (STEPS, [])
+    assert kind is loader or weights_sha256(guard.state) == unharmed(kind)
+    assert "Input/output error" in caplog.text, "not a word of it"
+    if isinstance(away, Away) and workers == 0:
+        assert [beat for beat in beats if beat < away.until], "no beat while it waited"
 
 
 @pytest.mark.parametrize("share", [1.0, 0.4])
 def test_a_storage_that_fails_for_good_ends_the_run_in_words(
-    share: float, unharmed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With code 1 and no row in quarantine; where it can be read again, the run resumes, and loses nothing."""
     monkeypatch.setattr("resilient_train.data.rows.PAUSES_S", (0.01, 0.02))
@@ -164,7 +165,7 @@ def test_a_storage_that_fails_for_good_ends_the_run_in_words(
         guard.step(batch)
     guard.close()
     assert steps[0] == 20, "the newest proven state was on disk"
-    assert (guard.incidents, weights_sha256(guard.state)) == ([], unharmed)
+    assert (guard.incidents, weights_sha256(guard.state)) == ([], unharmed(as_it_is))
 
 
 def test_rows_that_always_raise_are_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,22 +179,3 @@ def test_rows_that_always_raise_are_not_waited_for(caplog: pytest.LogCaptureFixt
     assert {one.anomaly.signal for one in guard.incidents} == {"exception"}
     assert f"{__file__}:" in say(guard.incidents[0].diagnosis.advice)
     assert "tried again in" not in caplog.text
-
-
-@pytest.mark.parametrize("label", [math.nan, 3e6])
-def test_a_storage_that_fails_in_a_diagnosis_ends_no_run(label: float) -> None:
-    """Rows are looked at one by one, and none can be fetched then: what is odd about them is not known."""
-
-    class Batches(Rows):
-        def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
-            inputs, labels = super().__getitem__(row)
-            return inputs, labels if row != 17 else torch.full_like(labels, label)
-
-        def __getitems__(self, rows: list[int]) -> list[Any]:
-            if len(rows) == 1:
-                raise io_error()
-            return [self[row] for row in rows]
-
-    guard = trained(Batches())
-    assert guard.clock.step == STEPS
-    assert guard.incidents
