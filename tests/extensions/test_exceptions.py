@@ -147,19 +147,17 @@ def length_with_anomaly_mode(model: Any, batch: Any) -> Any:
     return length(model, batch)
 
 
-@pytest.mark.parametrize("where", ["in the objective", "handed over"])
+@pytest.mark.parametrize("objective", [length_with_anomaly_mode, None], ids=["in the objective", "handed over"])
 def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
-    where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    objective: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its NaN is a refused update, diagnosed where that is possible; the mode stays on, once called costly."""
     monkeypatch.setattr(logging.getLogger("resilient_train"), "propagate", True)
     torch.manual_seed(0)
     data = [(torch.randn(4) * (row != 20), torch.ones(())) for row in range(64)]
-    accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(4, 3, bias=False)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    objective = length_with_anomaly_mode if where == "in the objective" else None
-    guard = Guard(accelerator, model, optimizer, data=data, batch_size=8, objective=objective, shuffle=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(None, model, optimizer, data=data, batch_size=8, objective=objective, shuffle=False)
     with torch.autograd.set_detect_anomaly(True):
         if objective is None:
             handed_over(guard, length, 30)
