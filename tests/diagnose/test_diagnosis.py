@@ -176,26 +176,6 @@ def test_an_ordinary_row_that_an_operation_cannot_take_is_no_bad_row(program: Mo
     assert accused(guard.incidents) == []
 
 
-def test_an_outlier_is_named(program: ModuleType) -> None:
-    """The row, and what is odd about it; a replay gets a whole batch, though the objective pops what it needs."""
-
-    class Named(program.Rows):  # type: ignore[name-defined,misc]
-        def __getitem__(self, row: int) -> Any:
-            inputs, labels = super().__getitem__(row)
-            return {"inputs": inputs, "labels": labels}
-
-    def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        labels = batch.pop("labels").mul_(0.5)
-        return torch.nn.functional.mse_loss(model(batch["inputs"]), labels)
-
-    program.loss = loss  # type: ignore[attr-defined]
-    rows = Named()
-    rows.labels[200] = 3e6
-    guard = trained(program, rows, steps=100)
-    assert [(one.diagnosis.cause, one.diagnosis.rows) for one in guard.incidents] == [(Cause.DATA, (200,))]
-    assert "['labels'] is 3e+06" in say(guard.incidents[0].diagnosis.advice)
-
-
 @pytest.mark.parametrize("fault", ["raises", "overflows", "is ordinary"])
 def test_a_row_alone_in_its_update(program: ModuleType, fault: str) -> None:
     """It is named where it raises, or an exponential cannot hold it; not where it is like others, of which more are

@@ -145,17 +145,11 @@ def of_its_own(hidden: Tensor) -> Tensor:
     return (hidden * 0).log().sum() + made.sum()  # breaks
 
 
-def unhurt(hidden: Tensor) -> Tensor:
-    made = (hidden * 0 + 1).sqrt()  # in armor
-    return (hidden / (made - 1)).sum()  # breaks
-
-
 @pytest.mark.parametrize(
     ("does", "op", "follows"),
     [
         (of_what_was_made_up, "div", "sqrt"),
         (of_its_own, "log", ""),
-        (unhurt, "div", ""),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -19,7 +19,6 @@ from resilient_train.extensions.diagnosis.verdict import (
     NOT_AT_ZERO,
     Observations,
     climbed,
-    merge_ranks,
     of_error,
     of_nonfinite,
     of_spike,
@@ -186,17 +185,6 @@ def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_sc
     assert (found.cause, found.culprit, found.symptom, found.broken) == (cause, first, last, last)
     assert found.patchable is not is_scalar
     assert found.advice == (*fact("follows_patch", where=last.place, patched=first.place), *fact("seen_with", rows=[4]))
-
-
-def test_ranks_learn_the_same() -> None:
-    """What one rank has found counts for all of them, and rows of all ranks add up."""
-    idle = Observations()
-    one = replace(AGAIN, rows=(5,), odd={5: fact("text", text="[0] is nan")})
-    other = replace(AGAIN, rows=(2,), culprit=culprit("log"), kind="inf")
-    assert merge_ranks([idle, one, other]) == merge_ranks([idle, other, one])
-    both = merge_ranks([idle, one, other])
-    assert (both.rows, both.culprit, both.reproduced) == ((2, 5), culprit("log"), True)
-    assert merge_ranks([idle, idle]) == idle
 
 
 def test_climbing_is_measured_by_what_was_usual_before() -> None:

@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 from cases import Fault, Run, decisions, default, landed, refused, rungs, trained, unknown
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from test_policy import series
 
 from resilient_train.core.decide import decide
 from resilient_train.core.knobs import Knobs
@@ -282,30 +279,6 @@ def test_one_fault_is_cured_by_the_first_rung(name: str, anomaly: Anomaly, cause
     assert ("rewind" in run.done) == (anomaly.landed and name != "skip")
     assert cause != "corruption" or "skip" not in run.done
     assert run.knobs.turned == Knobs().turned
-
-
-counts = st.integers(0, 200)
-cases = st.builds(
-    Case,
-    *(st.just(ANY.anomaly), st.just(ANY.diagnosis), st.just(False)),
-    *(st.integers(0, 4), counts, counts),
-    facts=st.booleans().map(lambda has_scaler: {**FACTS, "loss_scaler": has_scaler}),
-)
-
-
-@settings(max_examples=80, deadline=None)
-@given(name=st.sampled_from(POLICIES), anomalies=series(), can=cases)
-def test_decisions_are_total(name: str, anomalies: list[Anomaly], can: Case) -> None:
-    """Whatever happens, a shipped policy prescribes something that applies or gives up."""
-
-    def diagnose(anomaly: Anomaly) -> Diagnosis:
-        return replace(by_signal(anomaly), rows=(anomaly.tick,), usual_rate=anomaly.tick % 3)
-
-    for decision, anomaly in zip(decisions(policy_named(name), anomalies, can, diagnose), anomalies, strict=False):
-        assert bool(decision.actions) == (decision.gave_up is None)
-        rewinds = any(one.remedy == "rewind" for one in decision.actions)
-        case = replace(can, anomaly=anomaly, diagnosis=diagnose(anomaly), rewinds=rewinds)
-        assert all(remedy(action).applies(case) for action in decision.actions)
 
 
 @pytest.mark.parametrize("policy", ["balanced", "aggressive"])

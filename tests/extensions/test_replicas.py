@@ -20,25 +20,9 @@ from resilient_train.extensions.scans.layout import digest
 from resilient_train.ground.errors import RanksDiffer
 from resilient_train.loop.arguments import named
 from resilient_train.loop.guard import Guard
-from resilient_train.processes.world import odd_ones
 
 CPU = torch.device("cpu")
 INF, NAN = math.inf, math.nan
-
-
-@pytest.mark.parametrize(
-    ("said", "odd"),
-    [
-        ([1, 1, 1], ()),
-        ([1, 2], (0, 1)),
-        ([1, 2, 1], (1,)),
-        ([1, 1, 2, 2], (0, 1, 2, 3)),
-        ([1, 2, 3], (0, 1, 2)),
-    ],
-)
-def test_who_differs_is_told_by_the_majority(said: list[int], odd: tuple[int, ...]) -> None:
-    """All of them where there is none."""
-    assert odd_ones(said) == odd
 
 
 def test_a_rank_that_does_otherwise_ends_the_run_on_all(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import itertools
-import linecache
 import math
 import textwrap
 from collections.abc import Callable, Iterator
@@ -353,19 +352,6 @@ def test_it_holds_under_autocast_and_in_half_precision(write: Write, armor: Armo
         assert out.isfinite().all()
 
 
-def test_it_holds_in_second_slopes_and_under_transforms(write: Write, armor: Armor) -> None:
-    module = write("def compute(x):\n    return x.digamma()  # guilty\n")
-    x = torch.tensor([1.0, 0.0], requires_grad=True)
-    sound = torch.tensor([1.0, 2.0])
-    bare = torch.func.vmap(torch.func.grad(module.compute))(sound)
-    put_on(armor, module, "digamma")
-    (slope,) = torch.autograd.grad(module.compute(x).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(slope.square().sum(), x)
-    assert second.isfinite().tolist() == [True, True]
-    assert second[0] != 0
-    assert torch.equal(torch.func.vmap(torch.func.grad(module.compute))(sound), bare)
-
-
 @TORCHS_OWN_WARNING
 def test_a_compiled_model_is_compiled_anew(write: Write, armor: Armor) -> None:
     """Armor that is put on after a whole-graph compilation holds, changes no bit that was sound, and comes off."""
@@ -412,20 +398,6 @@ def test_armor_adds_up_and_comes_off(write: Write, armor: Armor) -> None:
     armor.remove()
     assert armor.lines == []
     assert module.compute.__code__ is code
-
-
-def test_the_code_of_a_cell_of_a_notebook_can_be_armored(armor: Armor) -> None:
-    """It has no file: its source is where the traceback finds it. What exec has made has none."""
-    source, names = "def compute(x):\n    return x.digamma()\n", dict[str, Any]()
-    name = "/tmp/ipykernel_1/1.py"
-    exec(compile(source, name, "exec", dont_inherit=True), names)
-    with pytest.raises(CannotArmor, match="there is no source of /tmp/ipykernel_1"):
-        armor.add(name, 2, "digamma")
-    assert names["compute"](torch.zeros(1)).isinf()
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    armor.add(name, 2, "digamma")
-    assert names["compute"](torch.zeros(2)).isfinite().all()
-    linecache.cache.pop(name)
 
 
 # ----------------------------------------------------------------------------------------------- what cannot be armored

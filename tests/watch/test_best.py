@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from math import exp
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from kills import summary
-from panels import Panel
 from tables import table
 from torch.nn.functional import cross_entropy
 
@@ -123,15 +121,6 @@ RISE = Rise(160, 2560, 2.0, False)
 def test_a_rise_that_comes_again(again: Rise, was_low: bool, confirms: bool) -> None:
     probe = Probe.of(RISE, 164, 125, is_jump=True)
     assert probe.confirms(again, again.step + 4, was_low=was_low) == confirms
-
-
-def test_a_rise_that_was_undone_outlives_the_process_as_plain_data() -> None:
-    panel, resumed = Panel(named("default")), Panel(named("default"))
-    panel.experiment.probe = Probe.of(RISE, 164, 125, is_jump=True)
-    state = panel.checks.persistent_state()
-    assert json.loads(json.dumps(state)) == state, "a record within a record is no plain data"
-    resumed.checks.load_persistent_state(state)
-    assert resumed.experiment.probe == panel.experiment.probe
 
 
 # What a run says.

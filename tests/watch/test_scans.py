@@ -355,16 +355,6 @@ def test_what_is_compared_against_rewinds() -> None:
     assert back.updates(2 * EVERY) is not None
 
 
-def test_a_measurement_that_was_not_judged_is_no_loss() -> None:
-    """A snapshot between measuring and judging compares with the last judged state, over the whole way since."""
-    run = trained("SGD nesterov")
-    assert run.updates(3) is None  # measured at 105, not judged
-    run.scans.load_state_dict(json.loads(json.dumps(run.scans.state_dict())))
-    assert run.scans.clean_step == 100
-    assert run.updates(10) is None
-    assert run.scans.clean_step == 110
-
-
 def test_reset_moments_are_a_new_base() -> None:
     """After `rebase` the next measurement is taken as it is, and damage after it is found."""
     run = trained("AdamW fused")
