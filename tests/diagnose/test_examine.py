@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -68,14 +66,6 @@ def test_what_breaks_is_named_with_advice() -> None:
     assert (found.diagnosis.cause, found.diagnosis.culprit.op) == (Cause.OPERATION, "log")
     assert found.diagnosis.culprit.file == __file__
     assert "no gradient is finite" in str(found)
-
-
-def test_mixed_precision_is_that_of_accelerate(fresh_accelerate: None) -> None:
-    """Layers of the model that Accelerate has prepared are seen in half precision."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(network())
-    found = resilient_train.examine(prepared, plain, {"inputs": torch.randn(16, 4)})
-    assert [one.output["dtype"] for one in found.layers if one.kind == "Linear"] == ["bfloat16", "bfloat16"]
 
 
 OVERRIDES = [

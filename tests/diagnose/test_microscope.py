@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from resilient_train.extensions.armor.armor import Armor, is_patched
 from resilient_train.extensions.diagnosis.microscope import Microscope
 from resilient_train.ground.operations import op_name
-from resilient_train.parts.code_lines import Line
 
 HERE = __file__
 
@@ -58,22 +56,10 @@ def line_of(does: Callable[..., Any], mark: str = "# breaks") -> int:
     return number
 
 
-def in_slices(hidden: Tensor) -> Tensor:
-    filled = torch.zeros(3, 8)
-    filled[:, :4] = hidden / (hidden - hidden)  # breaks
-    return nn.functional.linear(filled, torch.ones(2, 8)).sum()
-
-
 def by_a_view(hidden: Tensor) -> Tensor:
     whole = hidden.clone()
     whole[:2].zero_().log_()  # breaks
     return (whole + 1).sum()
-
-
-def by_data(hidden: Tensor) -> Tensor:
-    scale = nn.Parameter(torch.ones(4))
-    scale.data = (hidden[0] * 0).log()  # breaks
-    return (hidden * scale).sum()
 
 
 def by_a_sparse_matrix(hidden: Tensor) -> Tensor:
@@ -89,32 +75,22 @@ def in_a_hook(hidden: Tensor) -> Tensor:
     return doubled.sum()
 
 
-ONES = torch.ones(4, 4, requires_grad=True)
 Program = Callable[[Tensor], Any]
 BIRTHS: dict[str, tuple[str, str, str, Program]] = {
     "logarithm": ("forward", "log", "inf", lambda h: -(F.softmax(h * 1e5, -1).log() * torch.eye(3, 4)).sum(-1).mean()),
-    "branch": ("backward", "sqrt", "nan", lambda h: torch.where(h > 0, h.sqrt(), torch.zeros_like(h)).sum()),
     "distances": ("backward", "sqrt", "inf", lambda h: ((h[:, None] - h[None]) ** 2).sum(-1).sqrt().mean()),
-    "ratio": ("forward", "div", "inf", lambda h: (h / (h - h)).sum()),
     "mask": ("forward", "softmax", "nan", lambda h: (torch.softmax(h.masked_fill(h > -99, -math.inf), -1) * h).sum()),
-    "growth": ("forward", "mul", "inf", lambda h: reduce(lambda x, _: x * x, range(6), (h * 0 + 10).exp()).mean()),
-    "in place": ("forward", "log", "inf", lambda h: h.clone().mul_(0).log_().sum()),
     "power": ("forward", "pow", "nan", lambda h: ((h - 100) ** 2.5).mean()),
-    "swallowed": ("forward", "log", "inf", lambda h: torch.tanh((h * 0).log() @ ONES + h).mean()),
     "again": ("backward", "sqrt", "inf", lambda h: checkpoint(lambda x: (x * 0).sqrt().mean(), h, use_reentrant=False)),
     "redone": ("backward", "sqrt", "inf", lambda h: checkpoint(lambda x: (x * 0).sqrt().mean(), h, use_reentrant=True)),
     # Values and slopes that reach the loss by other ways than torch's functions.
-    "attribute": ("forward", "log", "inf", lambda h: (torch.complex(h * 0, h * 0).log().mH.real @ ONES[:3]).sum()),
     "view": ("forward", "log", "inf", by_a_view),
-    "data": ("forward", "log", "inf", by_data),
-    "slices": ("forward", "div", "inf", in_slices),
     "list": ("forward", "log", "inf", lambda h: sum(one.sum() for one in torch._foreach_log([h * 0, h * 0 + 1]))),
     "sparse": ("forward", "log", "inf", by_a_sparse_matrix),
     "vmap": ("forward", "log", "inf", lambda h: torch.func.vmap(lambda row: (row * 0).log().sum())(h).sum()),
     "func.grad": ("backward", "sqrt", "inf", lambda h: (torch.func.grad(lambda x: (x * 0).sqrt().sum())(h) * h).sum()),
-    "penalty": ("backward", "sqrt", "inf", lambda h: slope_of((h * 0).sqrt().sum(), h).square().mean()),
-    "slope": ("backward", "pow", "nan", lambda h: slope_of(((h * 0) ** 1.5).sum(), h).sum() + h.sum()),
     "hook": ("backward", "div", "inf", in_a_hook),
+    "penalty": ("backward", "sqrt", "inf", lambda h: slope_of((h * 0).sqrt().sum(), h).square().mean()),
     "thread": ("forward", "log", "inf", lambda h: ThreadPoolExecutor(1).submit(lambda: (h * 0).log()).result().sum()),
 }
 
@@ -136,7 +112,6 @@ def test_it_names_operation_and_line(name: str) -> None:
 UNKNOWN = torch.tensor(float("nan"))
 GIVEN: dict[str, Program] = {
     "where": lambda h: torch.where(h > -9, UNKNOWN, h).abs().log().mean(),
-    "masked_fill": lambda h: h.masked_fill(h > -9, math.nan).sqrt().mean(),
     "sub": lambda h: (h - torch.from_numpy(np.full(4, -np.inf, dtype=np.float32))).mean(),
 }
 
@@ -165,36 +140,16 @@ def of_what_was_made_up(hidden: Tensor) -> Tensor:
     return (hidden / root).sum()  # breaks
 
 
-def by_its_slope(hidden: Tensor) -> Tensor:
-    made = (hidden * 0 - 1).sqrt()  # in armor
-    small = hidden * 1e-30
-    large = small * 1e30  # breaks
-    return (large * 1e30).sum() * 1e-10 + made.sum()
-
-
 def of_its_own(hidden: Tensor) -> Tensor:
     made = (hidden * 0 - 1).sqrt()  # in armor
     return (hidden * 0).log().sum() + made.sum()  # breaks
-
-
-def of_its_own_slope(hidden: Tensor) -> Tensor:
-    made = (hidden * 0 - 1).sqrt()  # in armor
-    return (hidden * 0).pow(0.5).sum() + made.sum()  # breaks
-
-
-def unhurt(hidden: Tensor) -> Tensor:
-    made = (hidden * 0 + 1).sqrt()  # in armor
-    return (hidden / (made - 1)).sum()  # breaks
 
 
 @pytest.mark.parametrize(
     ("does", "op", "follows"),
     [
         (of_what_was_made_up, "div", "sqrt"),
-        (by_its_slope, "mul", "sqrt"),
         (of_its_own, "log", ""),
-        (of_its_own_slope, "pow", ""),
-        (unhurt, "div", ""),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -251,22 +206,6 @@ def test_a_second_look_tells_what_the_inputs_were() -> None:
     assert inputs["min"] == 0.0 < inputs["smallest"] <= inputs["max"]
 
 
-def test_a_module_is_named_by_its_path() -> None:
-    """An operation within torch's own modules is placed at the user's line that calls the module."""
-
-    def masked(hidden: Tensor) -> Tensor:
-        shares: Tensor = softmax(hidden - math.inf)  # breaks
-        return shares.sum()
-
-    softmax = nn.Softmax(dim=-1)
-    model = Body(masked)
-    model.add_module("softmax", softmax)
-    with Microscope(model, is_patched) as microscope:
-        microscope.judge(model(torch.randn(2, 4)))
-    found: Any = microscope.of_loss
-    assert (found.op, found.line) == ("softmax", Line(HERE, line_of(masked), "softmax"))
-
-
 class Careless(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -280,20 +219,9 @@ class Careless(torch.autograd.Function):
         return spoiled
 
 
-class InNumpyBackward(InNumpy):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return torch.from_numpy(grad.numpy() / (grad.numpy() * 0))
-
-
 @pytest.mark.parametrize(
     ("kind", "phase", "op"),
-    [(Careless, "backward", "div"), (InNumpyBackward, "backward", ""), (InNumpy, "forward", "")],
+    [(Careless, "backward", "div"), (InNumpy, "forward", "")],
 )
 def test_a_users_own_operation_is_named(kind: Any, phase: str, op: str) -> None:
     """What torch computes there is seen as elsewhere; what leaves torch is named by the class, where it is called."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -93,7 +92,6 @@ class Attempts:
     ("fault", "seen"),
     [
         (NanBatch(at=[4]), {4: {"batch 0", "batch 1"}}),
-        (NanBatch(at=[2, 5], value="inf"), {2: {"batch 0", "batch 1"}, 5: {"batch 0", "batch 1"}}),
         (InfLoss(at=[4]), {4: {"loss 0", "loss 1"}}),
         (LossSpike(at=[4]), {4: {"loss 0", "loss 1"}}),
         (NanGrad(at=[4]), {4: {"gradients"}}),
@@ -124,7 +122,7 @@ def test_each_fault_spoils_its_own_place_at_its_own_tick(fault: Fault, seen: dic
     ("dtype", "bit", "given"),
     [
         *((torch.float32, 30, None), (torch.bfloat16, 14, None), (torch.float16, 14, None), (torch.float64, 62, None)),
-        *((torch.float32, 0, 0), (torch.float32, 31, 31), (torch.bfloat16, 15, 15), (torch.float64, 63, 63)),
+        *((torch.float32, 0, 0), (torch.bfloat16, 15, 15)),
     ],
 )
 def test_a_bit_flip_flips_one_bit_of_one_weight(dtype: torch.dtype, bit: int, given: int | None) -> None:
@@ -155,12 +153,9 @@ def test_a_bit_flip_flips_one_bit_of_one_weight(dtype: torch.dtype, bit: int, gi
     ("optimizer", "settings", "moment", "factor"),
     [
         ("AdamW", {}, "exp_avg_sq", 1e-4),
-        ("AdamW", {"amsgrad": True}, "max_exp_avg_sq", 1e-4),
-        ("RMSprop", {}, "square_avg", 1e-4),
         ("Adagrad", {}, "sum", 1e-4),
         ("Adafactor", {}, "row_var", 1e-4),
         ("SGD", {"momentum": 0.9}, "momentum_buffer", 1e3),
-        ("Muon", {}, "momentum_buffer", 1e3),
     ],
 )
 def test_bad_moments_finds_the_moments_of_every_optimizer(
@@ -180,18 +175,16 @@ def test_bad_moments_finds_the_moments_of_every_optimizer(
 
 
 Pair = namedtuple("Pair", "x y")
-ROWS = torch.arange(2)
 
 
 @pytest.mark.parametrize(
     ("wrap", "unwrap"),
     [
         (lambda x: x, lambda batch: batch),
-        (lambda x: (x, ROWS), lambda batch: batch[0]),
         (lambda x: Pair(x, 1), lambda batch: batch.x),
         (lambda x: UserDict(deep=[{"x": x}]), lambda batch: batch["deep"][0]["x"]),
     ],
-    ids=["tensor", "tuple", "namedtuple", "nested"],
+    ids=["tensor", "namedtuple", "nested"],
 )
 def test_batches_of_any_shape_are_spoiled_and_keep_it(wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any]) -> None:
     x = torch.ones(2, 3, dtype=torch.bfloat16)
@@ -246,28 +239,6 @@ def test_a_wrapped_data_set_differs_in_its_bad_rows_only(count: int, named: set[
     assert len(chosen) == (len(fault.rows) or min(count, max(1, round(share * count))))
 
 
-def test_rows_keep_their_types_and_the_data_set_what_it_knows() -> None:
-    """An array stays an array of its dtype; a restart wraps, but journals no second time; no random number is drawn."""
-
-    class Noisy(list[Any]):
-        classes = 10
-
-        def __getitem__(self, index: Any) -> Any:
-            return {"noise": torch.rand(2), **super().__getitem__(index)}
-
-    row = {"x": np.ones(2, np.float32), "scalar": np.float32(1), "y": 0.5, "n": 3, "text": "a", "ok": True}
-    journal, inner, state = Journal(), Noisy([row]), torch.get_rng_state()
-    for _ in range(2):
-        wrapped = journal.drill(BadRow(rows=[0], what="outlier")).wrapped(inner)
-    assert torch.get_rng_state().equal(state)
-    assert (wrapped.classes, journal.ticks) == (10, [("bad_row", 0)])
-    spoiled = wrapped[0]
-    assert spoiled["x"].dtype == spoiled["scalar"].dtype == np.float32
-    assert spoiled["x"].tolist() == [1e4, 1e4]
-    assert (spoiled["y"], spoiled["n"], spoiled["text"], spoiled["ok"]) == (5000.0, 3, "a", True)
-    assert journal.drill(NanBatch(at=[1])).wrapped(inner) is inner
-
-
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(int, 1)
@@ -292,7 +263,6 @@ def test_data_sets_that_cannot_have_bad_rows_are_refused(dataset: Any, why: str)
     [
         ({"fault": "nan_batch", "at": [100], "value": math.inf}, [NanBatch(at=[100], value="inf")]),
         ({"fault": "nan_grad", "at": 7, "rank": "all"}, [NanGrad(at=[7], rank="all")]),
-        ({"fault": "nan_grad", "at": [0.25, 3, 0.0001]}, [NanGrad(at=[1, 3, 250])]),
         (
             {"faults": ["bit_flip", {"inf_loss": None}], "seed": 5},
             [BitFlip(at=[500], seed=5), InfLoss(at=[500], seed=5)],
@@ -313,10 +283,7 @@ def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[
     [
         ({"fault": "nan_bach"}, "drill.fault=nan_bach: no such fault; did you mean nan_batch? There are bad"),
         ({"fault": "hot_lr", "facto": 3}, "drill.facto=3: no such key; did you mean factor? There are seed"),
-        ({"fualts": []}, "drill.fualts=[]: no such key; did you mean faults? There are fault, faults, seed"),
         ({"faults": "nan_grad"}, "drill.faults=nan_grad: must be a list, such as [{nan_batch: {at: [50]}}]"),
-        ({"faults": [["nan_grad"]]}, "drill.faults[0]=['nan_grad']: must be one fault with its settings, such as"),
-        ({"faults": ["nan_grad", "x"]}, "drill.faults[1]=x: no such fault; there are bad_moments"),
         ({"faults": [{"hot_lr": {"updates": 0}}]}, "drill.faults[0].hot_lr.updates=0: must be a whole number (at"),
         ({"fault": "nan_grad", "at": [1.5]}, "drill.at=[1.5]: 1.5 is neither a tick (1, 2, ...) nor a fraction of"),
         ({"fault": "nan_grad", "at": [101]}, "drill.at=[101]: the run has only 100 steps: nothing would strike at"),

@@ -18,34 +18,6 @@ from torch.utils.data import TensorDataset
 
 from resilient_train.ground.types import Signal, fact
 from resilient_train.loop.guard import Guard
-from resilient_train.parts.modes import BufferWatch
-
-
-def test_a_watched_buffer_changes_no_loss_while_it_is_finite() -> None:
-    """Bit for bit, and the gradient neither; complex and empty buffers, and one that was removed, are no trouble."""
-    net = nn.BatchNorm1d(3)
-    net.add_module("other", nn.BatchNorm1d(3))  # with buffers of the same names
-    net.register_buffer("small", torch.zeros(2, dtype=torch.float8_e4m3fn))
-    net.register_buffer("wave", torch.zeros(2, dtype=torch.complex64))
-    net.register_buffer("empty", torch.zeros(0))
-    watch = BufferWatch(net)
-    finite = {name: one.clone() for name, one in net.named_buffers()}
-    for name in ("running_mean", "wave"):
-        net._buffers[name] = torch.full_like(finite[name], torch.nan)
-    with watch.across_rewind():
-        net._buffers.update({**finite, "running_var": torch.full((3,), torch.inf)})
-    with watch.across_rewind():
-        pass
-    loss = torch.tensor(0.1, requires_grad=True)
-    assert watch.spoil(loss).item() == loss.item()  # the variance was healthy before: it is not watched
-    for name in ("running_mean", "wave"):
-        net._buffers[name] = torch.full_like(finite[name], torch.inf)
-        spoiled = watch.spoil(loss)
-        assert spoiled.isnan()
-        net._buffers[name] = finite[name]
-    del net._buffers["wave"]
-    watch.spoil(loss).backward()  # type: ignore[no-untyped-call]
-    assert loss.grad == 1
 
 
 class Sometimes(nn.Module):

@@ -126,17 +126,6 @@ def test_no_gradient_moves_the_weights_by_more_than_a_share(
     assert moved.norm().item() == pytest.approx(float(expected), rel=1e-2)
 
 
-def test_weights_that_begin_at_zero_can_move() -> None:
-    """As if they were of the size that weights usually begin with; weights without a gradient do not count."""
-    weight = nn.Parameter(torch.zeros(100))
-    other: dict[str, Any] = {"params": [nn.Parameter(torch.full((9,), 1e9))], "lr": 50.0}
-    optimizer = torch.optim.SGD([{"params": [weight]}, other], lr=1.0)
-    weight.grad = torch.full_like(weight, 1e6)
-    clip_to_share(optimizer.param_groups, 0.1)
-    optimizer.step()
-    assert weight.norm().item() == pytest.approx(0.1 * 0.02 * 10)
-
-
 @pytest.mark.parametrize("build", [torch.optim.Adagrad, torch.optim.Adam, torch.optim.Rprop])
 def test_moments_are_reset_where_the_first_step_makes_them(build: Any) -> None:
     """Adagrad makes its own when it is built, and cannot step without them: they stay."""

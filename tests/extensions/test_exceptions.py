@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from group import agreed
-from guarded import SKIP, At, Net, accused, adamw, cross_entropy, guarded, handed_over, is_finite, rows, trained
+from guarded import SKIP, At, Net, adamw, cross_entropy, guarded, handed_over, is_finite, rows, trained
 from pairs import Pair
-from tasks import BAD, NARROWS, READ, VOLUMES, Ends, Readings, Running, Scenario, inverted, narrowing, readings, squared
-from torch import Tensor, nn
+from tasks import BAD, NARROWS, READ, Ends, Running, Scenario, inverted, narrowing, readings, squared
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from resilient_train.data.trees import weights_sha256
 from resilient_train.extensions.diagnosis.verdict import TRANSIENT
 from resilient_train.extensions.quarantine import RowsLeftOut
 from resilient_train.ground.errors import GaveUp, TrainError
@@ -98,49 +95,6 @@ def test_what_no_patch_mends_in_every_batch_ends_the_run(
     assert [one.diagnosis.advice[0]["fact"] for one in made.guard.incidents] == facts
 
 
-def test_what_is_only_skipped_is_one_incident_with_a_count() -> None:
-    """Rows that break a line without a source, under a policy that skips."""
-    guard = Running(Scenario(VOLUMES, Ends(), guard={"recovery": "skip"})).train().guard
-    (skipped,) = guard.incidents
-    assert [one.remedy for one in skipped.decision.actions] == ["skip"]
-    assert skipped.further == len(skipped.again) == guard.clock.tick - guard.clock.step - 1 >= 12
-
-
-def twice(model: Any, batch: Any) -> Tensor:
-    """Two forwards: some rows raise before both, some between them, and some in the second."""
-    x, sensors, _ = batch
-    if 8 in sensors:
-        raise ValueError("before")
-    with torch.no_grad():
-        model(x, sensors.clamp(max=4))
-    if 9 in sensors:
-        raise ValueError("between")
-    return squared(model, batch)
-
-
-def replicated(bad: list[int]) -> tuple[list[int], str]:
-    torch.manual_seed(0)
-    data = readings()
-    data.tensors[1][bad] = 8
-    net = Readings()
-    net.norm = nn.Identity()  # type: ignore[assignment]  # without buffers, which each forward would broadcast
-    model = nn.parallel.DistributedDataParallel(net)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    guard = Guard(None, model, optimizer, data=data, batch_size=16, steps=12, objective=twice, shuffle=False)
-    trained(guard).settle()
-    return accused(guard.incidents), weights_sha256(guard.state)
-
-
-def of_a_group(bad: list[int]) -> tuple[list[int], str]:
-    dist.init_process_group("gloo")
-    return replicated(bad)
-
-
-def test_ranks_of_ones_own_group_raise_alike() -> None:
-    """One rank raises before its forward: the others, whose model is in DDP, do not wait for it."""
-    assert agreed(2, of_a_group, [80])[0] == [80]
-
-
 # Updates whose loss the loop hands over, and guards with an objective.
 
 
@@ -193,19 +147,17 @@ def length_with_anomaly_mode(model: Any, batch: Any) -> Any:
     return length(model, batch)
 
 
-@pytest.mark.parametrize("where", ["in the objective", "handed over"])
+@pytest.mark.parametrize("objective", [length_with_anomaly_mode, None], ids=["in the objective", "handed over"])
 def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
-    where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    objective: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its NaN is a refused update, diagnosed where that is possible; the mode stays on, once called costly."""
     monkeypatch.setattr(logging.getLogger("resilient_train"), "propagate", True)
     torch.manual_seed(0)
     data = [(torch.randn(4) * (row != 20), torch.ones(())) for row in range(64)]
-    accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(4, 3, bias=False)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    objective = length_with_anomaly_mode if where == "in the objective" else None
-    guard = Guard(accelerator, model, optimizer, data=data, batch_size=8, objective=objective, shuffle=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(None, model, optimizer, data=data, batch_size=8, objective=objective, shuffle=False)
     with torch.autograd.set_detect_anomaly(True):
         if objective is None:
             handed_over(guard, length, 30)

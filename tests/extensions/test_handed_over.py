@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from guarded import Poison, adamw, guarded, trained
+from guarded import REWIND, Poison, adamw, guarded, trained
 
 from resilient_train.core.checks import Check, References
 from resilient_train.core.loss import Alarm
-from resilient_train.core.remedies import KNOWN, Remedy
 from resilient_train.extensions import Extension
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.reader import limited
@@ -37,21 +36,8 @@ class RaisesOnce(Check):
         return Alarm(step - 1, fact("text", text="it is time"))
 
 
-@dataclass(frozen=True)
-class Count(Remedy):
-    def applies(self, case: Any) -> bool:
-        return True
-
-    def apply(self, run: Any) -> None:
-        run.extension(Own).applied += 1
-
-
 class Own(Extension):
     settings = {"own_check": Settings}  # noqa: RUF012
-    remedies = {"count": Count}  # noqa: RUF012
-
-    def __init__(self) -> None:
-        self.applied = 0
 
     def checks(self, settings: Any, level: Any) -> Mapping[str, Check]:
         return {"own_check": RaisesOnce(settings.own_check)}
@@ -60,24 +46,15 @@ class Own(Extension):
         pass
 
 
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """Remedies are known to the whole process: other tests look at all of them."""
-    yield
-    KNOWN.pop("count", None)
-
-
-def test_its_check_has_settings_and_its_remedy_is_in_a_policy() -> None:
-    own = Own()
-    ladder = {"ladders": {"default": [["rewind", "count"]]}}
-    guard = guarded(adamw, Poison("nothing"), recovery=ladder, checks={"own_check": {"step": 7}}, extensions=[own])
-    trained(guard, 20)
-    (incident,) = guard.incidents
-    assert (incident.anomaly.step, str(incident.anomaly.signal), own.applied) == (7, "divergence", 1)
+def test_its_check_has_settings() -> None:
+    """In tests/repository/test_outsider.py a policy has its remedy."""
+    guard = guarded(adamw, Poison("nothing"), recovery=REWIND, checks={"own_check": {"step": 7}}, extensions=[Own()])
+    (incident,) = trained(guard, 20).incidents
+    assert (incident.anomaly.step, str(incident.anomaly.signal)) == (7, "divergence")
 
 
 def test_what_it_does_not_know_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"own_check\.stepp.*step"):
         guarded(adamw, Poison("nothing"), checks={"own_check": {"stepp": 7}}, extensions=[Own()])
-    with pytest.raises(TypeError, match=r"extensions\[0\]: expected an Extension"):
+    with pytest.raises(TypeError, match="extensions: expected an Extension"):
         guarded(adamw, Poison("nothing"), extensions=[Own])

@@ -60,14 +60,3 @@ def test_the_newest_verified_state_is_saved_and_the_samples_are_skipped_in_the_e
     assert BAD in guard.incidents[-1].diagnosis.rows
     assert len(guard.incidents[-1].diagnosis.rows) < 4
     assert guard.clock.step == 140
-
-
-def test_it_may_show_where_the_next_batch_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_device(batch: Any) -> Any:
-        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
-
-    with closing(guarded(tmp_path / "run", late=100)) as guard:
-        monkeypatch.setattr(guard.world, "on_device", on_device)
-        with pytest.raises(torch.AcceleratorError) as raised:
-            train(guard, 4)
-    assert "cannot use the GPU any more" in raised.value.__notes__[0]

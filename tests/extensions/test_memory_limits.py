@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from group import alone, together
@@ -80,14 +79,6 @@ def test_the_update_is_made_again_in_smaller_micro_batches(since: int) -> None:
     assert (weights_sha256(asked_for.state) == weights) is (since == 0)  # else the first updates are cut otherwise
     for mine, theirs in zip(guard.model.parameters(), asked_for.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_a_loop_counts_an_update_once_that_had_no_memory_at_first() -> None:
-    (guard := guarded(Tight(room=16, since=7))).keep(meter=(meter := torchmetrics.SumMetric()))
-    for batch in guard.batches():
-        if guard.step(batch).status != "accumulating":
-            meter.update(1.0)
-    assert meter.compute() == guard.clock.step == STEPS
 
 
 def test_a_shortage_in_the_midst_of_an_accumulation_begins_the_update_anew() -> None:

@@ -7,22 +7,17 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from cases import Fault, Run, decisions, default, landed, refused, rungs, trained, unknown
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from test_policy import series
 
 from resilient_train.core.decide import decide
 from resilient_train.core.knobs import Knobs
 from resilient_train.core.policy import parse
 from resilient_train.core.remedies import KNOWN, Case, is_mild, remedy
 from resilient_train.extensions import load
-from resilient_train.extensions.optimizer_remedies import LastingRemedies
-from resilient_train.extensions.trials import Trial
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.files import conf
 from resilient_train.ground.types import (
@@ -62,20 +57,15 @@ def run_with(name: str, fault: Fault, **more: Any) -> tuple[Run, Any]:
     ("rung", "anomaly", "rows", "can", "expected"),
     [
         (["skip", "lower_loss_scale"], refused(9), [], {}, ["skip", "lower_loss_scale"]),
-        (["skip", "lower_loss_scale"], refused(9), [], {"facts": {**FACTS, "loss_scaler": False}}, ["skip"]),
         (["rewind", "limit_update"], landed(9), [], {"sgd": True}, ["rewind", "limit_update"]),
         (["rewind", "limit_update"], landed(9), [], {}, []),
         (["tighten_clip", "reset_moments", "rewind"], landed(9), [], {}, ["rewind", "reset_moments", "tighten_clip"]),
         (["rewind", "limit_update"], landed(9), [], {"sgd": True, "facts": {**FACTS, "sharded": True}}, []),
-        (["quarantine"], refused(9), [17], {}, ["quarantine"]),
         (["quarantine"], refused(9), [], {}, []),
         (["quarantine"], refused(9), [17], {"rows": 0}, []),
-        (["quarantine"], landed(9), [17], {}, []),
-        (["quarantine", "rewind"], landed(9), [17], {}, ["rewind", "quarantine"]),
         (["quarantine", "rewind", "skip"], landed(9), [17], {}, ["rewind", "quarantine"]),
         (["quarantine", "rewind", "skip"], landed(9), [], {}, ["rewind", "skip"]),
         (["reset_moments", "quarantine", "skip"], refused(9), [17], {}, ["skip", "quarantine", "reset_moments"]),
-        (["quarantine", "skip"], refused(9), [], {}, ["skip"]),
     ],
 )
 def test_further_remedies_of_a_rung(
@@ -90,14 +80,10 @@ def test_further_remedies_of_a_rung(
 @pytest.mark.parametrize(
     ("budget", "rows", "count", "before", "broken"),
     [
-        ({}, [1, 2], 100, 3, None),
         ({}, [1, 2], 100, 4, (6, 5)),
-        ({}, [1], 10, 0, None),
-        ({}, [1, 2], 10, 0, (2, 1)),
         ({}, [0], 1, 0, (1, 0)),
         ({}, [1], 1_000_000, 1000, (1001, 1000)),
         ({"rows": 3}, [1, 2, 3, 4], 100, 0, (4, 3)),
-        ({"share": 1}, list(range(99)), 100, 0, None),
         ({"share": 1}, list(range(100)), 100, 0, (100, 99)),
         ({"share": 0}, [1], 100, 0, (1, 0)),
     ],
@@ -251,10 +237,8 @@ def test_bad_samples_here_and_there(name: str, every: int, completes: bool, sign
     ("name", "bearable", "completes"),
     [
         ("balanced", 0.7, True),
-        ("balanced", 0.1, True),
         ("aggressive", 0.03, True),
         ("conservative", 0.7, False),
-        ("conservative", 0.3, False),
         ("palm", 0.7, False),
         ("off", 0.7, False),
     ],
@@ -297,86 +281,19 @@ def test_one_fault_is_cured_by_the_first_rung(name: str, anomaly: Anomaly, cause
     assert run.knobs.turned == Knobs().turned
 
 
-@pytest.mark.parametrize(("times", "completes"), [(60, True), (100, True), (101, False)])
-def test_corruption_now_and_then_never_exhausts_the_ladder(times: int, completes: bool) -> None:
-    """Each was undone and the run good beyond it, so the first rung does; the budget of the whole run counts all."""
-
-    def corrupted(run: Run) -> Anomaly | None:
-        is_struck = not run.tick % 50 and run.tick <= 50 * times
-        return landed(run.step + 1, run.tick, Signal.WEIGHTS_JUMP) if is_struck else None
-
-    run, history = run_with("balanced", corrupted, steps=5_000, most_ticks=9_000)
-    assert [one.decision.rung for one in history.incidents][:100] == [0] * min(times, 100)
-    assert (run.step == 5_000) == completes
-    assert set(run.done) == {"rewind"}
-    if not completes:
-        assert history.incidents[-1].decision.gave_up == fact("incidents_in_run", count=100)
-
-
-counts = st.integers(0, 200)
-cases = st.builds(
-    Case,
-    *(st.just(ANY.anomaly), st.just(ANY.diagnosis), st.just(False)),
-    *(st.integers(0, 4), counts, counts),
-    facts=st.booleans().map(lambda has_scaler: {**FACTS, "loss_scaler": has_scaler}),
-)
-
-
-@settings(max_examples=80, deadline=None)
-@given(name=st.sampled_from(POLICIES), anomalies=series(), can=cases)
-def test_decisions_are_total(name: str, anomalies: list[Anomaly], can: Case) -> None:
-    """Whatever happens, a shipped policy prescribes something that applies or gives up."""
-
-    def diagnose(anomaly: Anomaly) -> Diagnosis:
-        return replace(by_signal(anomaly), rows=(anomaly.tick,), usual_rate=anomaly.tick % 3)
-
-    for decision, anomaly in zip(decisions(policy_named(name), anomalies, can, diagnose), anomalies, strict=False):
-        assert bool(decision.actions) == (decision.gave_up is None)
-        rewinds = any(one.remedy == "rewind" for one in decision.actions)
-        case = replace(can, anomaly=anomaly, diagnosis=diagnose(anomaly), rewinds=rewinds)
-        assert all(remedy(action).applies(case) for action in decision.actions)
-
-
-def decided(cause: Cause, *before: int, policy: str = "balanced", usual_rate: float = 0.0, **can: Any) -> Decision:
-    """What is done about an explosion and the like, after incidents that took these rungs and were rewound."""
-    rewind = Action("rewind")
-    history = [
-        Incident(place, landed(200, 150 + 50 * place), Diagnosis(cause), Decision((rewind,), rung), rewound_to=150)
-        for place, rung in enumerate(before, start=1)
-    ]
-    anomaly = landed(200 + len(history), 200 + 50 * len(history))
-    case = replace(ANY, anomaly=anomaly, diagnosis=Diagnosis(cause, usual_rate=usual_rate), **can)
-    return decide(policy_named(policy), case, tuple(history))
-
-
-def setting(decision: Decision, remedy: str) -> dict[str, Any]:
-    return next((dict(one.settings) for one in decision.actions if one.remedy == remedy), {})
-
-
 @pytest.mark.parametrize("policy", ["balanced", "aggressive"])
 def test_an_explosion_first_warms_up(policy: str) -> None:
-    """From the rung that lowers the rate on; the rung before it only warms up."""
-    first = decided(Cause.EXPLOSION, policy=policy)
-    later = decided(Cause.EXPLOSION, 3, 3, policy=policy)
-    assert [setting(one, "lower_lr")["factor"] for one in (first, later)] == [1, 0.5]
-    assert [decided(Cause.EXPLOSION, snapshots=snapshots).rung for snapshots in (4, 0)] == [3, 4], (
-        "no rewind, no warm-up"
-    )
+    """From the rung that lowers the rate on; the rung before it only warms up, which takes a rewind."""
 
+    def rewound(rung: int, tick: int) -> Incident:
+        decision = Decision((Action("rewind"),), rung)
+        return Incident(tick, landed(200, tick), Diagnosis(Cause.EXPLOSION), decision, rewound_to=150)
 
-@pytest.mark.parametrize("policy", ["balanced", "aggressive", "conservative"])
-def test_a_rate_that_rose_is_limited_to_what_it_was(policy: str) -> None:
-    """The samples are not to blame: nothing is skipped."""
-    decision = decided(Cause.RATE, policy=policy, usual_rate=0.7)
-    assert [one.remedy for one in decision.actions] == ["rewind", "limit_lr"]
-    assert setting(decision, "limit_lr")["to"] == 0.7
+    def decided(*history: Incident, **can: Any) -> Decision:
+        case = replace(ANY, anomaly=landed(200, 300), diagnosis=Diagnosis(Cause.EXPLOSION), **can)
+        return decide(policy_named(policy), case, history)
 
-
-def test_every_remedy_works_as_the_case_settles_its_defaults() -> None:
-    """Each can be made without settings, and its docstring says what it does."""
-    diagnosis = replace(unknown(landed(9)), usual_rate=0.5)
-    case = replace(ANY, anomaly=landed(9), diagnosis=diagnosis, rewinds=True)
-    for kind in KNOWN.values():
-        assert kind.__doc__
-        given: dict[str, Any] = {"of": ()} if kind is Trial else {}
-        kind(**{**given, **kind(**given).settings_for(case)}).apply(cast(Any, Run(lasting=LastingRemedies())))
+    for history, factor in ((), 1), ((rewound(3, 200), rewound(3, 250)), 0.5):
+        (lowered,) = (one for one in decided(*history).actions if one.remedy == "lower_lr")
+        assert lowered.settings["factor"] == factor
+    assert decided(snapshots=0).rung == decided().rung + 1

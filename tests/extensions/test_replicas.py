@@ -20,29 +20,9 @@ from resilient_train.extensions.scans.layout import digest
 from resilient_train.ground.errors import RanksDiffer
 from resilient_train.loop.arguments import named
 from resilient_train.loop.guard import Guard
-from resilient_train.processes.world import odd_ones
 
 CPU = torch.device("cpu")
 INF, NAN = math.inf, math.nan
-
-
-@pytest.mark.parametrize(
-    ("said", "odd"),
-    [
-        ([1, 1, 1], ()),
-        ([1, 2], (0, 1)),
-        ([1, 2, 1], (1,)),
-        ([2, 1, 1, 1, 3], (0, 4)),
-        ([1, 1, 2, 2], (0, 1, 2, 3)),
-        ([1, 1, 2, 3], (2, 3)),
-        ([1, 2, 3], (0, 1, 2)),
-        ([4], ()),
-        ([], ()),
-    ],
-)
-def test_who_differs_is_told_by_the_majority(said: list[int], odd: tuple[int, ...]) -> None:
-    """All of them where there is none."""
-    assert odd_ones(said) == odd
 
 
 def test_a_rank_that_does_otherwise_ends_the_run_on_all(tmp_path: Path) -> None:
@@ -81,18 +61,6 @@ def test_any_flipped_bit_shows_in_the_digest(dtype: torch.dtype, size: int) -> N
     for place in {0, size // 2, size - 1}:
         for bit in range(8 * tensors[0].element_size()):
             assert mine != digest([flipped(tensors[0], place, bit), tensors[1]], CPU)
-
-
-@pytest.mark.parametrize(
-    ("some", "others"),
-    [
-        ([torch.tensor([1.0]), torch.tensor([2.0])], [torch.tensor([2.0]), torch.tensor([1.0])]),
-        ([torch.tensor([0.0])], [torch.tensor([-0.0])]),
-        ([torch.zeros(3)], [torch.tensor([0.0, 0.0, 1e-45])]),
-    ],
-)
-def test_what_differs_though_its_sum_does_not(some: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    assert digest(some, CPU) != digest(others, CPU)
 
 
 STEPS, STRUCK = 50, 33  # both ends of a run are compared; this is in the middle of an interval

@@ -9,7 +9,6 @@ import random
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,11 @@ from accelerate import Accelerator
 from group import agreed, alone
 from guarded import trained as train
 from kills import incidents, summary
-from panels import Panel
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from resilient_train.data.trees import state_sha256, weights_sha256
-from resilient_train.durable.run_history import as_line, from_line
 from resilient_train.extensions.trials import Trials
 from resilient_train.extensions.trials.arithmetic import (
     Arm,
@@ -40,7 +37,6 @@ from resilient_train.extensions.trials.arithmetic import (
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.types import Action, Vitals
 from resilient_train.ground.wording import describe
-from resilient_train.loop.arguments import named as checks_named
 from resilient_train.loop.guard import Guard
 
 WIDTH, LETTERS, CONTEXT = 6, 16, 4
@@ -64,13 +60,10 @@ def arm(actions: Sequence[Action], anomalies: int, *losses: float) -> Arm:
     ("arms", "best"),
     [
         ([arm(SKIP, 3, 1.0, 1.1), arm(QUARANTINE, 0, 2.0, 2.1)], 1),  # anomalies come first
-        ([arm(SKIP, 0, 1.0, 1.1), arm(QUARANTINE, 0, 1.0, 1.1)], 0),  # equal: the mildest
         ([arm(SKIP, 0, 1.00, 1.10), arm(QUARANTINE, 0, 0.999, 1.101)], 0),  # within noise as well
-        ([arm(SKIP, 0, 1.0, 1.1), arm(QUARANTINE, 0, 0.5, 0.6)], 1),
         ([arm(SKIP, 0, *[1.0] * 15, 90.0), arm(QUARANTINE, 0, *[0.9] * 16)], 1),  # all 16 gain
         ([arm(SKIP, 0, *[1.0] * 15, 90.0), arm(QUARANTINE, 0, *[0.9] * 8, *[1.1] * 8)], 0),
         ([arm(SKIP, 0, math.inf, 1.0), arm(QUARANTINE, 0, 2.0, 2.0)], 1),
-        ([arm(SKIP, 0, math.nan, 1.0), arm(QUARANTINE, 0, math.inf, 2.0)], 0),
     ],
 )
 def test_the_arm_with_the_fewest_anomalies_then_the_lowest_loss_is_chosen(arms: list[Arm], best: int) -> None:
@@ -84,13 +77,9 @@ def test_the_arm_with_the_fewest_anomalies_then_the_lowest_loss_is_chosen(arms: 
         (3.0, 3.1, 2.5, True),
         (3.0, 3.1, 2.99, False),  # no more than noise
         (24.0, 4.9, 0.2, True),  # the present rate never learned, so it is not its age that the lower one is ahead by
-        (24.0, 4.9, 4.0, False),  # neither did
-        (3.0, 2.0, 2.0, False),  # ahead of the run because it is younger, as the present rate is
         (3.0, 2.0, 1.5, False),  # age explains more than the rate does
-        (3.0, 2.8, 2.4, True),
         (math.inf, 2.8, 2.4, True),
         (3.0, math.inf, 2.4, True),
-        (3.0, 3.0, math.inf, False),
     ],
 )
 def test_a_lower_rate_has_to_beat_the_run_and_the_present_rate_from_the_same_state(
@@ -106,10 +95,8 @@ def test_a_lower_rate_has_to_beat_the_run_and_the_present_rate_from_the_same_sta
     [
         ((1.0, 1.1), 0, 4.0, True),
         ((1.0, 1.1), 1, 4.0, False),
-        ((1.4, 1.5), 0, 4.0, False),
         ((math.nan, 1.0), 0, 4.0, False),
         ((1.8, 1.9), 0, 2.1, True),  # the run has learned nothing since it began there, and this has
-        ((1.8, 1.9), 0, 1.9, False),  # neither has
     ],
 )
 def test_a_rate_as_old_as_the_run_has_to_be_far_below_it(
@@ -137,20 +124,11 @@ def test_the_check_asks_where_the_loss_stands_near_its_beginning() -> None:
     """Each time after twice as many updates; once it has fallen far, or falls, only where the weights do not settle."""
     wave = [0.05 * math.sin(step) for step in range(600)]
     assert looks([4.8, *(3.3 + one for one in wave)]) == [64, 128, 256, 512]
-    assert looks([4.8, 40.0, 60.0, *(3.3 + one for one in wave)]) == [64, 128, 256, 512]  # thrown up for a moment
-    assert looks([4.8, 40.0, 9.0, *(4.1 - 0.001 * step for step in range(100))]) == [64]  # and falls ever since
-    assert looks([4.8 - 0.003 * step + one for step, one in enumerate(wave)]) == []
     assert looks([4.8, *(0.3 + one for one in wave)]) == []
     assert looks([4.8, *(0.3 + one for one in wave)], travelled=0.5) == [64, 128, 256, 512]  # but settles nowhere
     falling = [4.8 - 0.003 * step + one for step, one in enumerate(wave)]
+    assert looks(falling) == []
     assert looks(falling, travelled=0.5) == [128, 256, 512]  # and settles nowhere: at 64 that is ordinary
-    assert looks(falling, travelled=0.3) == []
-    panel = Panel(checks_named("default"))
-    for step in range(1, 201):
-        panel.checks.judge(Vitals(step, step, True, 3.0, 1.0, 1e-3))
-    assert panel.no_progress.asks(200, lambda: 0.0)
-    panel.checks.more_is_trained(100)
-    assert not panel.no_progress.asks(200, lambda: 0.0)
 
 
 # ----------------------------------------------------------------------------------------------------- the whole run
@@ -210,7 +188,6 @@ def test_a_rate_that_was_quietly_too_high_is_found_and_lowered(tmp_path: Path) -
     assert (incident.anomaly.signal, incident.diagnosis.cause) == ("no_progress", "rate")
     assert incident.rewound_to == 0
     assert [one.won for one in incident.tried].count(True) == 1
-    assert from_line(as_line(incident)).tried == incident.tried
     assert incidents(tmp_path / "run")[0]["tried"][0]["do"] == []  # as it is
     said = [line.strip() for line in describe(incident).splitlines() if "later loss" in line]
     assert said[0].startswith("as it is: later loss")
@@ -231,16 +208,6 @@ def test_a_decay_that_takes_the_weights_away_is_taken_back() -> None:
     [incident] = guard.incidents
     assert [action.remedy for action in incident.decision.actions] == ["rewind", "lower_decay"]
     assert (incident.anomaly.signal, incident.diagnosis.cause) == ("no_progress", "optimizer")
-
-
-def test_a_loss_that_has_fallen_and_stands_is_looked_at_where_the_weights_settle_nowhere() -> None:
-    checks = checks_named("default")
-    guard = train(language(0.3, checks=replace(checks, no_progress=replace(CHECK, share=0.1, travel=0.4))))
-    guard.close()
-    [incident] = guard.incidents
-    assert incident.anomaly.signal == "no_progress"
-    assert incident.anomaly.evidence[0]["travel"] > 0.4
-    assert final(guard) < 1.05  # a good rate ends at 0.98, this one at 1.55
 
 
 def squares(model: Any, batch: Any) -> Tensor:
@@ -287,9 +254,6 @@ def test_rows_that_cannot_be_fetched_do_not_end_a_run_in_a_trial(first: int, eac
             break
     assert (guard._controls.extension(Trials).updates > 30) is takes_place
     assert not guard.incidents
-    with guard._controls.extension(Trials)._trial():
-        guard._updater.groups()[0]["lr"] = 0.5  # as an optimizer may in its step
-    assert guard._updater.groups()[0]["lr"] == 1e-3
 
 
 def test_a_run_whose_loop_makes_the_updates_has_no_trials() -> None:

@@ -26,12 +26,6 @@ def test_a_power_on_its_pole_leaves_it() -> None:
     assert found.item() == pytest.approx(x.log().sum().item(), rel=1e-2)
 
 
-def test_what_overflows_keeps_its_order() -> None:
-    """Else a softmax by hand would choose the wrong one."""
-    value = replacements.method("exp", torch.tensor([1.0, 60.0, 95.0]))
-    assert value[2] >= value[1] > 2.0**48
-
-
 def test_at_the_border_of_a_domain_a_slope_leads_inside_and_beyond_it_there_is_none() -> None:
     x = torch.tensor([-0.5, 0.0, 2.0], requires_grad=True)
     assert slope(-replacements.method("log", x), x) == [0.0, -1.0, -0.5]  # a descent leads inside

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from math import exp
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from kills import summary
-from panels import Panel
 from tables import table
 from torch.nn.functional import cross_entropy
 
@@ -19,7 +17,7 @@ from resilient_train import Guard
 from resilient_train.core.loss import Jump, Level
 from resilient_train.data.history import BLOCK, BestLevel, Rise
 from resilient_train.extensions.on_purpose import Probe
-from resilient_train.ground.types import NO_LIMIT, Vitals
+from resilient_train.ground.types import Vitals
 from resilient_train.loop.arguments import named
 
 JUMP = named("default").jump
@@ -44,8 +42,6 @@ def seen(losses: list[float], best: BestLevel | None = None, start: int = 0) -> 
         "it falls": (noisy(2.0, 100) + noisy(0.5, 200), None, None),
         "it rose fourfold": (noisy(0.5, 100) + noisy(2.0, 100), (51, 100), (51, 100)),
         "it rose by 60 %": (noisy(0.5, 50) + noisy(0.8, 100), (1, 50), None),
-        "it rose by 20 %": (noisy(0.5, 50) + noisy(0.6, 100), None, None),
-        "it is noisy": (noisy(0.5, 100, scatter=3.0) + noisy(0.8, 100, scatter=3.0), None, None),
         "too few losses show it": (noisy(0.5, 50) + noisy(2.0, 49), None, None),
         "losses below zero": ([-0.1, *noisy(0.5, 99), *noisy(2.0, 100)], None, None),
     },
@@ -60,13 +56,6 @@ def test_the_newest_losses_are_compared_with_the_best_block(
         # Which of two blocks at one level is the lower is up to noise.
         assert (found is None) == (expected is None)
         assert found is None or found[1] <= (expected or (0, 0))[1]
-
-
-def test_a_state_from_far_above_the_best_level_is_not_trusted() -> None:
-    best = seen(noisy(0.5, 100) + noisy(2.0, 100))
-    assert best.step <= 2 * BLOCK
-    assert best.is_above(2.0, 0.2, 200, JUMP.share)
-    assert not best.is_above(2.0, 0.2, BLOCK - 1, JUMP.share), "there was no block before that step"
 
 
 def test_a_new_regime_is_compared_with_the_old_one_until_it_has_learned() -> None:
@@ -86,11 +75,6 @@ HEAVY: dict[str, Draw] = {
     "errors of skewed targets": lambda dice: (exp(1.2 * dice.gauss(0, 1)) - 1) ** 2,
     "few degrees of freedom": lambda dice: (dice.gauss(0, 1) / max(0.05, abs(dice.gauss(0, 1)))) ** 2,
     "rare rows": lambda dice: dice.uniform(0.5, 3.0) if dice.random() < 0.08 else dice.uniform(0.1, 0.15),
-}
-LIGHT: dict[str, Draw] = {
-    "mean of many": lambda dice: 0.5 + 0.05 * dice.gauss(0, 1),
-    "waiting": lambda dice: dice.expovariate(1.0),
-    "errors": lambda dice: dice.gauss(0, 1) ** 2,
 }
 
 
@@ -118,21 +102,6 @@ def test_heavy_tails_are_no_jumps(name: str) -> None:
     assert found <= 1
 
 
-@pytest.mark.parametrize("name", LIGHT)
-@pytest.mark.parametrize("outliers", [0, 3])
-def test_a_jump_is_found_in_a_few_updates_also_after_outliers(name: str, outliers: int) -> None:
-    late = 0
-    for seed in range(50):
-        dice = random.Random(seed)
-        losses = [LIGHT[name](dice) for _ in range(300)]
-        for place in range(outliers):
-            losses[100 + 50 * place] *= 50
-        jumped = [20 + 5 * LIGHT[name](dice) for _ in range(JUMP.flagged_of)]
-        found = alarms(losses + jumped)
-        late += not found or found[-1] <= len(losses)
-    assert late <= 1
-
-
 # What tells a change on purpose from damage.
 
 RISE = Rise(160, 2560, 2.0, False)
@@ -143,9 +112,7 @@ RISE = Rise(160, 2560, 2.0, False)
     {
         "other samples": (RISE._replace(start=2000), True, True),
         "the same samples": (RISE, True, False),
-        "a little later": (RISE._replace(step=168, start=2000), True, True),
         "much later": (RISE._replace(step=190, start=2000), True, False),
-        "higher": (RISE._replace(start=2000, height=9.0), True, False),
         "gradients grow": (RISE._replace(start=2000, grows=True), True, False),
         "at once": (RISE._replace(step=126), True, True),
         "at once, where the loss was as high before": (RISE._replace(step=126), False, False),
@@ -154,27 +121,6 @@ RISE = Rise(160, 2560, 2.0, False)
 def test_a_rise_that_comes_again(again: Rise, was_low: bool, confirms: bool) -> None:
     probe = Probe.of(RISE, 164, 125, is_jump=True)
     assert probe.confirms(again, again.step + 4, was_low=was_low) == confirms
-
-
-def test_a_rise_that_was_undone_outlives_the_process_as_plain_data() -> None:
-    panel, resumed = Panel(named("default")), Panel(named("default"))
-    panel.experiment.probe = Probe.of(RISE, 164, 125, is_jump=True)
-    state = panel.checks.persistent_state()
-    assert json.loads(json.dumps(state)) == state, "a record within a record is no plain data"
-    resumed.checks.load_persistent_state(state)
-    assert resumed.experiment.probe == panel.experiment.probe
-
-
-def test_the_limits_are_lifted_only_where_it_may_come_again() -> None:
-    panel = Panel(named("default"))
-    checks = panel.checks
-    lifted = []
-    for step in range(1, 140):
-        if step == 100:
-            panel.experiment.probe = Probe.of(RISE._replace(step=110), 140, 50, is_jump=False)
-        lifted += [step] if step >= 100 and checks.limits == (NO_LIMIT, NO_LIMIT) else []
-        checks.judge(Vitals(step, step, True, 1.0 + 0.001 * (step % 7), 1.0, 1e-3, step, step + 1))
-    assert lifted == list(range(100, 126))
 
 
 # What a run says.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Callable
 from copy import deepcopy
 from math import isfinite
@@ -12,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from guarded import handed_over
+from guarded import adamw, cross_entropy, guarded, handed_over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -22,12 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clinic import state_faults
 from clinic.state_faults import Lion, Recipe, regress, restarts
-from resilient_train import Guard
 from resilient_train.core.loss import Every
-from resilient_train.extensions.scans.scans import Scans
 from resilient_train.extensions.scans.weights import NormsConfig, Path, ScanConfig
 from resilient_train.ground.types import Anomaly, Signal, fact
-from resilient_train.processes.world import World
 
 EVERY = 5
 NAN, INF = float("nan"), float("inf")
@@ -74,25 +69,19 @@ optim = torch.optim
 OPTIMIZERS: dict[str, Make] = {
     "SGD": one(optim.SGD, lr=0.1),
     "SGD nesterov": one(optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
-    "SGD dampened": one(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
     "Adam": one(optim.Adam, lr=3e-3),
     "Adam decayed": one(optim.Adam, lr=3e-3, weight_decay=0.01),
     "AdamW fused": one(optim.AdamW, lr=3e-3, weight_decay=0.1, fused=True),
     "amsgrad": one(optim.AdamW, lr=3e-3, amsgrad=True),
     "RMSprop": one(optim.RMSprop, lr=1e-3, momentum=0.5),
-    "RMSprop centered": one(optim.RMSprop, lr=1e-3, centered=True),
     "Adagrad": one(optim.Adagrad, lr=0.02),
-    "Adadelta": one(optim.Adadelta, lr=0.5),
-    "Adamax": one(optim.Adamax, lr=3e-3),
-    "NAdam": one(optim.NAdam, lr=3e-3),
     "RAdam": one(optim.RAdam, lr=3e-3),
-    "ASGD": one(optim.ASGD, lr=0.05),
     "Adafactor": one(optim.Adafactor, lr=0.02),
     "Muon and AdamW": muon_and_adamw,
     "one's own": one(Lion),
 }
 BOUNDED = ("SGD nesterov", "Adam", "Adam decayed", "AdamW fused", "amsgrad", "RMSprop", "Adagrad")
-ADAMS = ("Adam", "Adam decayed", "AdamW fused", "amsgrad", "NAdam", "RAdam")
+ADAMS = ("Adam", "Adam decayed", "AdamW fused", "amsgrad", "RAdam")
 
 
 TRUTH = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -180,21 +169,17 @@ def mixed(model: Any) -> None:
     model.register_parameter("nothing", nn.Parameter(torch.ones(0)))
 
 
-def large(model: Any) -> None:
-    model.register_parameter("large", nn.Parameter(torch.full((4,), 1e30)))  # its L2 norm overflows
-
-
 @pytest.mark.parametrize("name", ["SGD nesterov", "Adam", "one's own"])
-@pytest.mark.parametrize("change", [frozen, tied, halves, mixed, large])
+@pytest.mark.parametrize("change", [frozen, tied, halves, mixed])
 def test_unusual_models_are_scanned(name: str, change: Callable[[Any], None]) -> None:
-    """Frozen, tied, unused, coarse, complex, empty and large weights raise no alarm, and a fault beside them does."""
+    """Frozen, tied, unused, coarse, complex and empty weights raise no alarm, and a fault beside them does."""
     if change is mixed and name == "one's own":
         pytest.skip("the sign of a complex number is not for this optimizer")
     model: Any = Net()
     change(model)
     run = Run(OPTIMIZERS[name], model)
     assert run.updates(60) is None
-    single(NAN if change is large else 1e3, "down")(run)
+    single(1e3, "down")(run)
     assert run.finding().evidence[0]["name"] == "down.weight"
 
 
@@ -291,15 +276,6 @@ def test_damage_to_moments_is_found_before_it_lands(name: str, key: str, factor:
     assert (found.step, found.since) == (105, 100)
 
 
-def test_what_explains_the_rest_is_reported() -> None:
-    """Of several findings: a negative moment makes weights NaN."""
-    run = trained("Adam")
-    run.updates(2)
-    moment("exp_avg_sq", -1.0)(run)
-    single(NAN)(run)
-    assert run.finding(2).signal is Signal.OPTIMIZER_RANGE
-
-
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_buffers_have_to_be_finite_unless_they_were_not_at_first(value: float) -> None:
     """A running mean that turned infinite is found; what began as NaN or infinity may be so again."""
@@ -315,30 +291,6 @@ def test_buffers_have_to_be_finite_unless_they_were_not_at_first(value: float) -
     found = run.finding()
     assert found.signal is Signal.NONFINITE_WEIGHTS
     assert (found.evidence[0]["name"], found.evidence[0]["more"]) == ("buffer norm.running_mean", 0)
-
-
-@pytest.mark.parametrize("what", ["running_mean", "running_var"])
-def test_statistics_that_only_evaluation_uses_may_not_leap(what: str) -> None:
-    """Such as those of BatchNorm, of which no loss shows anything; no update is waited for."""
-    run = trained("AdamW fused")
-    getattr(run.model.norm, what)[7] = 1e4
-    found = run.finding()
-    assert (found.signal, found.evidence[0]["name"], found.since) == (Signal.WEIGHTS_JUMP, "norm", 100)
-
-
-@pytest.mark.parametrize("world", [None, World(Accelerator(cpu=True))])
-def test_an_infinite_metric_hides_no_nan_in_an_average(world: World | None) -> None:
-    """Nor over several ranks, each of which may keep something else."""
-    scans = Scans(config(), model := Net(), OPTIMIZERS["SGD"](model), world)
-    kept = {"best": {"loss": torch.tensor(INF)}, "ema": {"weight": torch.ones(3)}}
-    found = []
-    for _ in range(2):
-        scans.measure(0, kept, everything=True)
-        found.append(scans.judge())
-        kept["ema"]["weight"][1] = NAN
-    assert found[0] is None
-    assert found[1] is not None
-    assert found[1].signal is Signal.NONFINITE_WEIGHTS
 
 
 # --------------------------------------------------------------------------------------------------------------- reach
@@ -403,16 +355,6 @@ def test_what_is_compared_against_rewinds() -> None:
     assert back.updates(2 * EVERY) is not None
 
 
-def test_a_measurement_that_was_not_judged_is_no_loss() -> None:
-    """A snapshot between measuring and judging compares with the last judged state, over the whole way since."""
-    run = trained("SGD nesterov")
-    assert run.updates(3) is None  # measured at 105, not judged
-    run.scans.load_state_dict(json.loads(json.dumps(run.scans.state_dict())))
-    assert run.scans.clean_step == 100
-    assert run.updates(10) is None
-    assert run.scans.clean_step == 110
-
-
 def test_reset_moments_are_a_new_base() -> None:
     """After `rebase` the next measurement is taken as it is, and damage after it is found."""
     run = trained("AdamW fused")
@@ -451,17 +393,6 @@ def test_the_clean_step_waits_for_every_scan() -> None:
     assert Run(OPTIMIZERS["Adam"], checks=config(weights=0, optimizer=0, norms=0)).scans.is_due() is False
 
 
-def test_everything_can_be_measured_out_of_turn() -> None:
-    """After an alarm nobody waits until a scan is due."""
-    for everything in (True, False):
-        run = Run(OPTIMIZERS["Adam"], checks=config(weights=4, optimizer=1000, norms=0))
-        assert run.updates(24) is None  # the scan of update 20 was judged, that of the weights alone is due
-        run._hear()
-        moment("exp_avg_sq", -1.0)(run)
-        run.scans.measure(7, everything=everything)
-        assert (run.scans.judge() is not None) == everything
-
-
 def test_measuring_reads_nothing_on_the_host() -> None:
     """The numbers stay on the device until somebody reads the one vector."""
 
@@ -488,27 +419,13 @@ def test_a_loop_may_shrink_its_weights_a_little() -> None:
         assert (run.updates(2 * EVERY) is None) == (factor == 0.8)
 
 
-def test_a_run_names_them_without_a_replay(tmp_path: pathlib.Path) -> None:
+def test_a_run_names_them_without_a_replay() -> None:
     """Gradients, where the loop makes the loss: in the evidence of the incident."""
+    guard = guarded(adamw, None)
 
-    class Deep(nn.Module):
-        """The gradient breaks between `second` and `third`."""
+    def loss(model: Any, batch: Any) -> Tensor:
+        slope = (model.head.bias.sum() * 0).sqrt() if guard.clock.tick == 11 else 0.0
+        return cross_entropy(model, batch) + slope
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.third = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            hidden = self.second(self.first(inputs).tanh())
-            found: Tensor = self.third(hidden + (inputs.sum(-1, keepdim=True) * hidden).abs().pow(0.5))
-            return found
-
-    torch.manual_seed(0)
-    rows = torch.randn(64, 3)
-    rows[40] = 0.0
-    model = Deep()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    guard = Guard(None, model, optimizer, data=rows, batch_size=8, steps=60, run_dir=tmp_path / "run")
-    first = handed_over(guard, lambda model, batch: model(batch).square().mean()).incidents[0]
-    names = [f"{layer}.{what}" for layer in ("first", "second") for what in ("weight", "bias")]
-    assert first.anomaly.evidence[-1:] == fact("gradients_not_finite", names=names, bad=4, count=6, began="second")
+    (incident,) = handed_over(guard, loss, 20).incidents
+    assert incident.anomaly.evidence[-1:] == fact("gradients_not_finite", names=["head.bias"], bad=1, count=5)
