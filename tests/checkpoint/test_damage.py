@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import command, train
-from forged_checkpoints import CPU, write
+from forged_checkpoints import CPU
 from kills import incidents, summary
 from safetensors.torch import load_file
 
@@ -200,14 +200,3 @@ def test_weights_are_exported_as_they_were_trained(copied: Path, capsys: pytest.
     assert code == 0
     assert f"{newest.path.name}: {WEIGHTS} is not what was written" in said
     assert f"step {before.step} is in " in said
-
-
-def test_damage_is_told_where_ticks_were_lost(tmp_path: Path) -> None:
-    """A damaged manifest says nothing of its tick: it is told all the same, and not passed over for a lesser step."""
-    store = Store(tmp_path)
-    write(store, 95, tick=140)
-    newest = write(store, 100, tick=150)
-    write(store, 40, tick=40)
-    (newest.path / MANIFEST).write_text("{")
-    assert [entry.step for entry in store.entries()] == [0, 95, 40]
-    assert store.entries()[0].path == newest.path

@@ -37,13 +37,6 @@ def inline(markdown: str) -> Iterator[Token]:
 # ---------------------------------------------------------------------------------------------------------------- note
 
 
-def test_two_hundred_incidents_fit_as_far_as_they_do_and_the_rest_is_counted() -> None:
-    said = note(story(*map(incident, range(1, 201))))
-    shown = said.count("- incident ")
-    assert 10 <= shown < 200
-    assert f"- {200 - shown} incidents before these, in `incidents.jsonl`" in said
-
-
 def hostile(one: Incident, words: str) -> Incident:
     culprit = Culprit("forward", words, words, f"/{words * 20}/{words}.py", 3, ({words: words},))
     diagnosis = replace(ROOT, advice=free_text(words), culprit=culprit, rows=tuple(range(30)))
