@@ -149,12 +149,3 @@ def test_a_directory_in_use_by_a_live_process_is_left_alone(place: Path, run_com
         holder.wait()
         DirectoryLock(Path("runs/same")).release()  # the kernel let go with the process, whatever its child does
         os.kill(int(child), signal.SIGKILL)
-
-
-def test_a_kill_before_the_first_file_is_no_obstacle(place: Path, run_command: command) -> None:
-    """A half-written file in an otherwise empty directory is swept away."""
-    Path("runs/same").mkdir(parents=True)
-    Path("runs/same/.lock").touch()
-    Path("runs/same/.config.yaml.resilient-tmp").write_text("run:\n  na")
-    assert run_command([*OWN, "run.name=same"]).code == 0
-    assert not list(Path("runs/same").glob("*tmp"))

@@ -240,18 +240,6 @@ def test_an_open_incident_survives(tmp_path: Path) -> None:
     assert [json.loads(line)["id"] for line in (tmp_path / "incidents.jsonl").read_text().splitlines()] == [1, 3]
 
 
-def test_an_incident_that_nothing_was_done_about_is_taken_up(tmp_path: Path) -> None:
-    """The process ended in between: at the same step it is the same incident, elsewhere it has recurred."""
-    IncidentLog(tmp_path).open(POISON.anomaly, POISON.diagnosis, POISON.decision)
-    (found,) = IncidentLog(tmp_path).incidents
-    met = replace(POISON.anomaly, tick=POISON.anomaly.tick + 9)
-    again = IncidentLog(tmp_path)
-    assert again.open(met, POISON.diagnosis, POISON.decision) == again.incidents[0]
-    assert (len(again.incidents), again.incidents[0].anomaly, again.incidents[0].id) == (1, met, found.id)
-    later = replace(met, step=met.step + 1)
-    assert again.open(later, POISON.diagnosis, POISON.decision).id == found.id + 1
-
-
 def test_the_list_is_made_anew_from_the_journal(tmp_path: Path) -> None:
     book = IncidentLog(tmp_path)
     book.add(POISON)
