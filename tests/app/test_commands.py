@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from command import MINE, command, train
+from command import MINE, command
 from kills import incidents
 from safetensors.torch import load_file
 
 from resilient_train.command import examine
 from resilient_train.command.config.compose import load
-from resilient_train.report.story import read_story
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -87,17 +85,6 @@ def test_another_experiment_never_meets_the_directory() -> None:
     names = [load([*MINE, *overrides]).config.run.name for overrides in different]
     assert len({*names}) == 5
     assert names[0] == names[-1]
-
-
-def test_a_resume_that_fails_keeps_the_counts_of_the_run(run_command: command, here: Path) -> None:
-    """It made no update, so the status is its error, at the step that the run has reached."""
-    assert train(run_command, here / "run", 10).code == 0
-    shutil.rmtree(here / "run" / "checkpoints")
-    failed = train(run_command, here / "run", 20)
-    kept = failed.summary(here / "run")
-    assert (failed.code, kept["status"], kept["steps"], kept["ticks"]) == (1, "failed", 10, 10)
-    assert kept["final_loss"] is not None
-    assert read_story(here / "run").step == 10
 
 
 def test_every_job_of_a_sweep_has_its_own_directory(run_command: command) -> None:

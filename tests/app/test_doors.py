@@ -120,8 +120,10 @@ def listed(said: Said, run_dir: Path) -> tuple[int, str | None, dict[str, str]]:
     return code, resume[1] if resume else None, dict(row.split()[:2] for row in rows)
 
 
-def test_checkpoints_are_listed_and_the_newest_that_verifies_is_taken(saved: Path, capsys: Said) -> None:
-    """One bit is enough for a resume, and for this list, to pass a checkpoint over."""
+def test_checkpoints_are_listed_and_the_newest_that_verifies_is_taken(
+    saved: Path, run_command: command, capsys: Said
+) -> None:
+    """One bit is enough for this list, and for a resume, to pass a checkpoint over."""
     names = sorted((one.name for one in (saved / "checkpoints").iterdir()), reverse=True)
     newest, second, *_ = names
     assert listed(capsys, saved) == (0, newest, dict.fromkeys(names, "verified"))
@@ -136,6 +138,9 @@ def test_checkpoints_are_listed_and_the_newest_that_verifies_is_taken(saved: Pat
     )
     assert re.fullmatch(rf"{second} +verified +step {int(second[5:])} +[\d.]+ MB", lines[1])
     assert lines[-1] == f"a resume would load {second}"
+    again = run_command([*MINE, f"run.dir={saved}", "run.name=saved", "run.steps=45", *OFTEN])
+    assert again.code == 0, again.stderr
+    assert f"resumes from step {int(second[5:])}\n" in (saved / "train.log").read_text()
 
 
 def test_checkpoints_of_which_none_verifies_end_with_1(saved: Path, capsys: Said) -> None:
@@ -161,16 +166,6 @@ def test_checkpoints_that_are_not_there(tmp_path: Path, capsys: Said) -> None:
     assert listed(capsys, tmp_path) == (0, None, {})
 
 
-def test_a_listing_is_what_a_resume_does(saved: Path, run_command: command, capsys: Said) -> None:
-    (newest, *_) = sorted((saved / "checkpoints").iterdir(), reverse=True)
-    (newest / "weights.safetensors").unlink()
-    _, named, _ = listed(capsys, saved)
-    assert named is not None
-    again = run_command([*MINE, f"run.dir={saved}", "run.name=saved", "run.steps=45", *OFTEN])
-    assert again.code == 0, again.stderr
-    assert f"resumes from step {int(named.removeprefix('step-'))}\n" in (saved / "train.log").read_text()
-
-
 # ------------------------------------------------------------------------------------------------- ends of a process
 
 
@@ -185,14 +180,6 @@ def test_a_request_while_everything_is_imported_ends_it_quietly(tmp_path: Path) 
     out, errors = process.communicate(timeout=240)
     assert (process.returncode, out, errors) == (75, b"", b"")
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_request_that_comes_while_the_interpreter_ends_changes_nothing(tmp_path: Path) -> None:
-    late = "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
-    (tmp_path / "late.py").write_text(f"{late}from user_programs import Fixed\n")
-    command = [*COMMAND, *MINE, "data.train._target_=late.Fixed", "run.steps=3"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
 
 
 def test_an_agent_does_not_restart_what_would_end_the_same_way(tmp_path: Path, capsys: Said) -> None:

@@ -6,11 +6,8 @@ import os
 import pty
 import select
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from command import MINE
 from flaky_mlflow import Door
@@ -56,21 +53,6 @@ def test_a_run_whose_terminal_is_closed_goes_on_to_its_end(tmp_path: Path) -> No
     told = its_log(tmp_path)
     assert "step 300/300" in told
     assert "INFO completed 300 steps;" in told
-
-
-def test_a_command_line_ends_with_its_own_code_when_nobody_hears_it(tmp_path: Path) -> None:
-    """A true interpreter: neither its last flush nor what it says of a mistake is worth another code."""
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-m", "resilient_train"]
-    place: dict[str, Any] = {"cwd": tmp_path, "env": ENVIRONMENT}
-    told = subprocess.run([*command, "--help"], **place, stdout=write, stderr=subprocess.PIPE, text=True)
-    assert (told.returncode, told.stderr) == (0, "")
-    assert subprocess.run([*command, "run.stesp=1"], **place, stdout=write, stderr=write).returncode == 2
-    os.close(write)
-
-
-# ------------------------------------------------------------------------------------------------------------- streams
 
 
 # ------------------------------------------------------------------------------------------------ MLflow at the end

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from command import MINE, command
-from fork_server import ENVIRONMENT
 from stories import free_text, incident
 
 import resilient_train
@@ -25,7 +22,6 @@ from resilient_train.durable.journal import seal
 from resilient_train.durable.lock import DirectoryLock
 from resilient_train.durable.run_history import as_line
 from resilient_train.ground.types import Action, Cause, Culprit, Decision, Diagnosis, Incident
-from resilient_train.report.story import read_story, review
 
 Said = pytest.CaptureFixture[str]
 
@@ -65,15 +61,6 @@ def test_programs_get_the_lines_of_incidents_jsonl(met: Path, capsys: Said) -> N
     """One for each, and nothing else."""
     assert incidents.main([str(met), "--json"]) == 0
     assert capsys.readouterr().out == (met / "incidents.jsonl").read_text()
-
-
-def test_a_character_that_the_terminal_lacks_is_escaped(tmp_path: Path) -> None:
-    run_dir = write(tmp_path / "é", incident(1, diagnosis=blamed("/home/é/mine.py", 3)))
-    command = [sys.executable, "-m", "resilient_train", "incidents", str(run_dir)]
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert "Traceback" not in said.stderr
-    assert "\\xe9" in said.stdout
 
 
 def test_a_damaged_journal_is_told_as_far_as_it_is_whole(met: Path, capsys: Said) -> None:
@@ -205,20 +192,6 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     assert capsys.readouterr().out.startswith("runs/other: Gave up, needs attention")
 
 
-def test_however_much_a_run_has_met_its_end_is_told_on_one_page(tmp_path: Path) -> None:
-    """Two hundred incidents of every cause, each at a line of its own, cured in many ways."""
-    several = []
-    for number in range(1, 201):
-        cause, advice = list(Cause)[number % len(Cause)], free_text(f"Mend {number}.")
-        diagnosis = replace(blamed(f"/x/file{number}.py", number), cause=cause, advice=advice)
-        decision = Decision((Action("lower_lr", {"factor": 0.5}), Action(f"mine.remedy_{number % 7}")))
-        several.append(incident(number, diagnosis=diagnosis, decision=decision))
-    lines = review(read_story(write(tmp_path / "run", *several, summary={})))
-    assert len(lines) <= 20
-    assert lines[0].startswith("Recovered: 300 steps; 200 incidents (20 ")
-    assert [line for line in lines if line.startswith("to do: ")][-1] == "to do: 195 more"
-
-
 # ----------------------------------------------------------------------------------------------------- help, completion
 
 
@@ -245,13 +218,3 @@ def test_a_word_that_is_no_option_is_answered_in_one_line(typed: str, hint: str,
     assert (outcome.code, outcome.stdout) == (2, "")
     assert outcome.stderr.startswith(f"error: {hint}")
     assert outcome.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("words", ["data.batch_size=0", "status ."])
-def test_mistakes_and_the_status_are_answered_without_torch(words: str, here: Path) -> None:
-    (here / "config.yaml").write_text("run: {steps: 3}")
-    program = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); "
-    program += "from resilient_train.__main__ import main; main()"
-    start = [sys.executable, "-c", program, *words.split()]
-    done = subprocess.run(start, env=ENVIRONMENT, capture_output=True, text=True, cwd=here)
-    assert done.stderr.splitlines()[-1] == "False", done.stderr

@@ -1,23 +1,28 @@
-"""Damage of the newest checkpoint is noticed, told, and the previous one is taken: never in silence, never step 0."""
+"""Damage of the newest checkpoint is noticed, told, and the previous one is taken: never in silence, never step 0.
+
+Where a run directory is from somebody else, nothing in it is executed.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from command import command, train
-from forged_checkpoints import CPU, write
+from forged_checkpoints import CPU, seal
 from kills import incidents, summary
 from safetensors.torch import load_file
 
 from resilient_train.command import checkpoints
 from resilient_train.durable import store as manifests
-from resilient_train.durable.store import MANIFEST, WEIGHTS, Damaged, Store
+from resilient_train.durable.store import MANIFEST, WEIGHTS, Damaged, Entry, Store
 from resilient_train.durable.tree_files import TENSORS, TREE
 
 IN_THE_SUITE = 14
@@ -202,12 +207,54 @@ def test_weights_are_exported_as_they_were_trained(copied: Path, capsys: pytest.
     assert f"step {before.step} is in " in said
 
 
-def test_damage_is_told_where_ticks_were_lost(tmp_path: Path) -> None:
-    """A damaged manifest says nothing of its tick: it is told all the same, and not passed over for a lesser step."""
-    store = Store(tmp_path)
-    write(store, 95, tick=140)
-    newest = write(store, 100, tick=150)
-    write(store, 40, tick=40)
-    (newest.path / MANIFEST).write_text("{")
-    assert [entry.step for entry in store.entries()] == [0, 95, 40]
-    assert store.entries()[0].path == newest.path
+# What a forger can do.
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.canary,)
+
+
+def pickled(run_dir: Path) -> bytes:
+    return pickle.dumps(Trap(run_dir.parent / "canary"))
+
+
+def pickle_for_tensors(newest: Path) -> None:
+    (newest / TENSORS).write_bytes(pickled(newest.parents[1]))
+
+
+def tree_with_a_call(newest: Path) -> None:
+    call = '"clock": {"_target_": "os.system", "command": "touch canary"}, "c": '
+    (newest / TREE).write_text((newest / TREE).read_text().replace('"clock": ', call))
+
+
+@pytest.mark.parametrize("attack", [pickle_for_tensors, tree_with_a_call])
+def test_what_is_no_checkpoint_is_refused_and_not_executed(copied: Path, attack: Callable[[Path], None]) -> None:
+    """In one line, with digests that are right."""
+    newest = Store(copied).entries()[0].path
+    attack(newest)
+    seal(newest)
+    with pytest.raises(Damaged) as refused:
+        Store.load(Entry.of(newest), CPU, {})
+    assert "\n" not in str(refused.value)
+    assert not [path for path in (copied.parent / "canary", Path("canary"), newest / "canary") if path.exists()]
+
+
+def test_no_file_of_the_run_is_executed(copied: Path, run_command: command) -> None:
+    """Not the configuration, nor what the tracker, the summary, the quarantine or a manifest say: the run goes on."""
+    (copied / "config.yaml").write_text("!!python/object/apply:os.system ['touch canary']")
+    (copied / "mlflow.json").write_text('{"run_id": "$(touch canary)", "tracking_uri": []}')
+    for name in ("summary.json", "quarantine.json", "progress"):
+        (copied / name).write_bytes(pickled(copied))
+    newest, before, *_ = Store(copied).entries()
+    (newest.path / MANIFEST).write_bytes(pickled(copied))
+    outcome = train(run_command, copied, 31)
+    assert not [path for path in (copied.parent / "canary", Path("canary"), copied / "canary") if path.exists()]
+    assert "Traceback" not in outcome.stdout + outcome.stderr
+    assert outcome.code == 0, outcome.stdout + outcome.stderr
+    assert f"resumes from step {before.step}" in outcome.stdout + outcome.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Outcome, command
+from command import command
 from kills import incidents as listed
 from kills import left_overs
 
@@ -42,10 +42,6 @@ def fill(disk: Path, leave: int = 0) -> None:
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     with open(disk / "ballast", "ab") as file:
         file.write(bytes(max(0, free - leave)))
-
-
-def train(run_command: command, disk: Path, steps: int, *more: str) -> Outcome:
-    return run_command([*RUN, f"run.steps={steps}", f"run.dir={disk}/run", *more])
 
 
 class At:
@@ -79,10 +75,6 @@ def saved(run_dir: Path) -> list[int]:
     return [manifests.verify(entry.path).step for entry in Store(run_dir).entries()]
 
 
-def assert_quiet(outcome: Outcome) -> None:
-    assert "Traceback" not in outcome.stdout + outcome.stderr
-
-
 def test_a_disk_that_fills_in_the_middle_of_a_save(
     monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path
 ) -> None:
@@ -103,9 +95,10 @@ def test_a_disk_that_fills_in_the_middle_of_a_save(
         (disk / "ballast").unlink()
 
     At(monkeypatch, {40: full, 42: lambda: fill(disk), 100: free, 150: lambda: None})
-    outcome = train(run_command, disk, 200, "drill=nan_batch", "drill.at=[45]")
+    words = ["run.steps=200", f"run.dir={disk}/run", "drill=nan_batch", "drill.at=[45]"]
+    outcome = run_command([*RUN, *words])
     assert outcome.code == 0, outcome.stderr
-    assert_quiet(outcome)
+    assert "Traceback" not in outcome.stdout + outcome.stderr
     assert seen["before"] == seen["during"] != []
     assert seen["left"] == []
     assert seen["journal"] == [*range(1, len(seen["journal"]) + 1)]
@@ -121,23 +114,3 @@ def test_a_disk_that_fills_in_the_middle_of_a_save(
     # That of the checkpoint is known with what is done about it.
     assert [kinds.count(kind) for kind in ("incident_opened", "incident_treated", "incident_closed")] == [1, 2, 2]
     assert any(100 < entry["step"] < 200 for entry in entries if entry["kind"] == "checkpoint_saved")
-
-
-def test_a_disk_that_stays_full(monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path) -> None:
-    """Where not even the final weights fit, one line says so; once there is room the same command goes on."""
-    At(monkeypatch, {40: lambda: fill(disk)})
-    outcome = train(run_command, disk, 100)
-    said = outcome.stdout + outcome.stderr
-    assert_quiet(outcome)
-    assert outcome.code == 1, said
-    assert len([line for line in said.splitlines() if line.startswith("error")]) == 1
-    assert "summary.json cannot be written" in said
-    assert left_overs(disk / "run") == []
-    (step,) = saved(disk / "run")
-    assert 0 < step <= 40
-    (disk / "ballast").unlink()
-    monkeypatch.undo()
-    again = train(run_command, disk, 110)
-    assert again.code == 0, again.stderr
-    assert f"resumes from step {step}" in again.stdout + again.stderr
-    assert saved(disk / "run") == [110]

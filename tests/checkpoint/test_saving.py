@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -20,8 +19,6 @@ from guarded import mse, often, sums
 from kills import Nursery, checkpoints, in_journal, incidents, left_overs, summary, taken_up_at
 from torch import Tensor, nn
 
-from resilient_train.durable.journal import read
-from resilient_train.durable.lock import holder_of
 from resilient_train.durable.store import WEIGHTS, Entry, Store
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.reader import DiskConfig
@@ -345,18 +342,3 @@ def test_what_is_being_written_and_not_to_be_trusted_is_waited_for(
     kinds = [one.kind for one in Store(tmp_path / "run").entries()]
     assert kinds == ["verified" if is_trusted else "demoted"]
     guard.let_go()
-
-
-def test_no_other_process_comes_in_before_the_writer_is_done(tmp_path: Path) -> None:
-    """It would take for left over what is being written, and two would write to the journal."""
-    guard = writing(tmp_path / "run")
-    guard.steps = 1000  # closed before, it waits for no state of its own
-    closing = threading.Thread(target=guard.close, daemon=True)
-    closing.start()
-    closing.join(0.5)
-    assert closing.is_alive()
-    assert holder_of(tmp_path / "run") == f"process {os.getpid()} on {socket.gethostname()}"
-    Sluggish.may.set()
-    closing.join(60)
-    assert holder_of(tmp_path / "run") is None
-    assert [entry["kind"] for entry in read(tmp_path / "run/journal.jsonl")][-1] == "checkpoint_saved"

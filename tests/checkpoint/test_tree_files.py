@@ -76,7 +76,6 @@ base = torch.arange(24.0)
 ODD: dict[str, Any] = {
     "nothing": {},
     "root tensor": torch.ones(2),
-    "root number": -0.0,
     "plain": [
         *(None, True, False, 0, 1, 1.0, -0.0, 2**200, -(2**63), 0.1, 5e-324, 1.7e308),
         *("", "é\ud800\0\n", b"", b"\xff\0"),
@@ -85,14 +84,12 @@ ODD: dict[str, Any] = {
     "empty": [[], (), {}, torch.empty(0, 3), np.empty((0, 2**40))],
     "keys": {0: "int", "0": "str", -1: {1: torch.zeros(1)}, "a/b": torch.ones(1), "a": {"b": torch.zeros(1)}, "": 1},
     "look alikes": {1: torch.ones(1), "1": torch.zeros(1), "__metadata__": torch.ones(1), "\ud800": torch.ones(3)},
-    "the same word": {"tensor": "x", "dtype": "y", "shape": [1]},
     "__metadata__": torch.ones(1),
     "tuples": ((1, (2.5, [(), None])), [(1,)]),
     "zero-dim": [torch.tensor(3.5), torch.tensor(True), np.array(2.5), np.float32(0.1), np.int64(-1), np.bool_(True)],
     "nan inside": [torch.tensor([math.nan, -0.0, math.inf]), np.array([math.nan, -0.0])],
     "shared": [base, base[3:], base.view(4, 6), base.view(4, 6).t(), base[::2], base],
     "expanded": torch.ones(1, 3).expand(5, 3),
-    "one of two": [torch.ones(2)[::2], torch.ones(2, dtype=torch.complex64)[::2], torch.ones(3, 2).t()[:, ::3]],
     "conjugate": [torch.tensor([1 + 2j, 3j]).conj(), torch.tensor([1 + 2j], dtype=torch.complex64).conj().imag],
     "parameter": [nn.Parameter(torch.ones(2)).data, nn.Linear(2, 2).weight.detach()],
     "dtypes": [
@@ -118,18 +115,6 @@ ODD: dict[str, Any] = {
         torch.Generator().manual_seed(3).get_state(),
     ],
 }
-
-
-def test_what_comes_back_is_the_callers_own(tmp_path: Path) -> None:
-    """Tensors, parameters too, and arrays share nothing with each other or with the file; a state_dict is a dict."""
-    saved: dict[str, Any] = {"tensors": [base, base], "array": np.arange(3), "kept": nn.Linear(2, 1).state_dict()}
-    loaded = there_and_back(tmp_path / "tree", saved)
-    loaded["tensors"][0].add_(1)
-    loaded["array"] += 1
-    assert torch.equal(loaded["tensors"][1], base)
-    assert_same(load_tree(tmp_path / "tree"), saved | {"kept": dict(saved["kept"])})
-    parameter = there_and_back(tmp_path / "parameter", [nn.Linear(2, 2).weight])[0]
-    assert (type(parameter), parameter.requires_grad) == (torch.Tensor, False)
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -47,11 +47,3 @@ def test_of_nested_cgroups_the_tightest_counts(tmp_path: Path) -> None:
     group(root / "jobs/7", memory__max="max", memory__high=2000, memory__current=900, memory__stat=stat)
     group(root / "jobs/7/step", memory__max=4000, memory__current=300, memory__stat=stat)
     assert left(tmp_path, "0::/jobs/7/step\n") == [1200, 3800, 4200]
-
-
-def test_a_container_sees_its_own_cgroup_at_the_mount(tmp_path: Path) -> None:
-    """Without a namespace: the path is the host's, and does not exist below the mount."""
-    stat = "anon 700\nactive_file 30\ninactive_file 70"
-    group(tmp_path / "fs", memory__max=9000, memory__current=1000, memory__stat=stat)
-    for path in ("/", "/docker/af", "/../elsewhere"):
-        assert left(tmp_path, f"0::{path}\n") == [8100]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -23,14 +22,8 @@ PLAIN = AccelerateConfig(False, False, {}, False, False, None, None, 1)
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Accelerate remembers what it found, for as long as a process lasts."""
-    forget()
-    yield
-    forget()
-
-
-def forget() -> None:
+def fresh(fresh_accelerate: None) -> None:
+    """What Accelerate remembers of an earlier test is forgotten, too."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

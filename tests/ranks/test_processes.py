@@ -148,14 +148,3 @@ def test_a_mistake_is_told_once_and_nobody_waits(mistake: str, tmp_path: Path) -
     assert done.codes == [2, 2]
     assert done.stderr.count(f"error: {mistake.partition('=')[0]}=") == 1
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_mistake_is_printed_once_on_each_host(tmp_path: Path) -> None:
-    """Perhaps only that host lacks a GPU, and rank 0, on another one, knows nothing of it."""
-    both_first = {"LOCAL_RANK": "0"}  # of their host
-    for own, printed in (({}, ["error: "]), (both_first, ["error on rank 1: ", "error: "])):
-        done = launch(tmp_path / "place", 2, "-m", "resilient_train", *OWN, "accelerate.cpu=false", **own)
-        assert done.codes == [2, 2]
-        lines = sorted(done.stderr.splitlines())
-        assert [line.partition("accelerate.cpu=False")[0] for line in lines] == printed

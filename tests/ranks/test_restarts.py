@@ -7,21 +7,15 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from fork_server import ENVIRONMENT, Forked
 from group import launch
 from kills import in_journal, incidents, left_overs, stand, summary
 from launched import Launched
 from paused_run import held_at
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from resilient_train.processes.process_exit import exit_on_request
-from resilient_train.processes.world import attempt_name, join
 from resilient_train.zoo.data import digits
 from resilient_train.zoo.models import MLP
 
@@ -43,33 +37,6 @@ def restarted(launched: Launched, ranks: dict[int, int]) -> None:
         return len(now) == len(ranks) and not set(now.values()) & set(ranks.values())
 
     assert launched.until(are_others)
-
-
-# -------------------------------------------------------------------------------------------------------------- joining
-
-
-def test_who_asked_before_it_was_killed_gets_no_answer_in_the_place_of_another() -> None:
-    """Rank 0 waits for a process that lives, whatever lies in the store."""
-    store = HashStore()
-    store.set("resilient_train/asks/1", "of-one-that-is-gone")
-    with pytest.raises(TimeoutError, match="1 of 2 processes have not come"):
-        attempt_name(store, 0, 2, timedelta(seconds=0.3))
-
-
-def waits_for_the_others() -> None:
-    exit_on_request()
-    join(cpu=True, patience=timedelta(seconds=1000), limit=None)
-
-
-def test_a_request_to_stop_is_heard_while_the_others_are_waited_for() -> None:
-    """In C, where torch waits, Python handles no signals: the agent would kill the process half a minute later."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    place |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
-    waiting = Forked(waits_for_the_others, environment=ENVIRONMENT | place)
-    server.get("resilient_train/asks/1")
-    waiting.strike(signal.SIGTERM)
-    assert waiting.ended(100) == 75
 
 
 # ---------------------------------------------------------------------------------------------------------------- kills
@@ -131,9 +98,6 @@ def test_an_agent_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
         assert len(launched.all()) == 5
         launched.kill()
         assert gone(launched.all)
-
-
-# -------------------------------------------------------------------------------------------------------------- stopped
 
 
 # ------------------------------------------------------------------------------------------------------------ failing

@@ -54,25 +54,6 @@ class TestRequests:
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
 
-    @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-    def test_a_child_of_a_pool_ends_as_usual_and_tells_nobody(self) -> None:
-        """Pools end their processes by SIGTERM: the run is not asked to stop by it."""
-        with StopRequests() as requests:
-            read, write = os.pipe()
-            if (child := os.fork()) == 0:
-                os.write(write, b"!")
-                time.sleep(600)
-                os._exit(0)
-            assert os.read(read, 1) == b"!"
-            os.close(read)
-            os.close(write)
-            os.kill(child, signal.SIGTERM)
-            _, status = os.waitpid(child, 0)
-            assert os.WIFSIGNALED(status)
-            assert os.WTERMSIG(status) == signal.SIGTERM
-            assert not requests.arrived()
-            assert not requests.asked()
-
 
 # -------------------------------------------------------------------------------------------------------------- moments
 
@@ -172,20 +153,6 @@ def test_at_whichever_moment_it_is_asked_nothing_is_lost(nursery: Nursery, unhar
     for key in ("weights_sha256", "steps", "final_loss", "eval"):
         assert done[key] == unharmed[key], key
     assert left_overs(run_dir) == []
-
-
-class StoppedWhileMade:
-    """Digits that take long to read: the request comes meanwhile."""
-
-    def __init__(self) -> None:
-        signal.raise_signal(signal.SIGTERM)
-
-
-def test_a_request_while_a_users_code_is_built_is_no_mistake_of_his(here: Path, run_command: command) -> None:
-    """75, as at any other time: 2 would say that the same command is not to be tried again."""
-    own = [*DIGITS, "data=custom", "data.train._target_=test_stop.StoppedWhileMade", "run.dir=run", "run.steps=5"]
-    outcome = run_command(own)
-    assert outcome.code == 75, outcome.stderr
 
 
 def test_a_request_that_reaches_workers_of_data_is_no_error(nursery: Nursery) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command import MINE, command
+from command import command
 from fork_server import Forked
 from kills import Nursery, in_journal, incidents, left_overs, stand, summary, taken_up_at
-from paused_run import held_at, is_held
 from torch import Tensor, nn
-from user_programs import Counting
 
 from resilient_train.processes import watchdog
 from resilient_train.processes.process_exit import StopRequests
@@ -147,47 +143,6 @@ def test_each_phase_has_a_limit_of_its_own(
         now[0] += 1.0
         looks += 1
     assert looks == (60 if seconds is None else seconds + 1)
-
-
-class Stuck(Counting):
-    """Rows of which it takes for ever, while a file says so, to find those that come next; no signal ends that."""
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        super().load_state_dict(state)
-        while self.at and Path("stuck").exists():
-            Path(MARK).touch()
-            with contextlib.suppress(BaseException):
-                time.sleep(600)
-
-
-def test_a_resume_that_hangs_leaves_what_is_known_of_the_process_before(nursery: Nursery) -> None:
-    """That it was killed, and in which update: the start that goes on writes that down, and blames no samples.
-
-    One resume is asked to stop while it hangs, the other one is ended by the watchdog.
-    """
-    run_dir = nursery.place / "stuck-run"
-    arguments = [*MINE, "data.train._target_=test_watchdog.Stuck", *OWN[3:9], f"run.dir={run_dir}"]
-    arguments += ["recovery.crashes=2"]
-    with held_at(nursery.place, 60):
-        started = nursery.start(*arguments)
-        assert started.until(lambda: is_held(nursery.place) and any(run_dir.glob("checkpoints/step-*")))
-        started.strike(signal.SIGKILL)
-        started.wait()
-    before = stand(run_dir)
-    (nursery.place / "stuck").touch()
-    for timeout, code in ((600, 75), (3, 1)):
-        started = hangs(nursery, *arguments, "run.grace=1", f"run.start_timeout={timeout}")
-        if code == 75:
-            started.strike(signal.SIGTERM)
-        assert started.wait() == code, started.output
-        assert stand(run_dir) == before
-        assert summary(run_dir)["ticks"] == before.tick
-    (nursery.place / "stuck").unlink()
-    last = nursery.run(*arguments)
-    assert last.code == 0, last.output
-    found = {one["signal"]: (one["tick"], one["actions"]) for one in incidents(run_dir)}
-    assert found.pop("crash") == (before.tick, [{"remedy": "go_on"}])
-    assert found == {"hang": (before.tick, [{"remedy": "end"}])}
 
 
 @pytest.fixture

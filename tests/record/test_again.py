@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from resilient_train.durable.endings import RunFacts, status_of
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.ground.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Outcome, Signal
 
@@ -40,16 +38,6 @@ def test_a_kill_loses_none_of_the_counts(tmp_path: Path) -> None:
         book = again
     assert [one.anomaly.tick for incident in book.incidents for one in incident.each] == list(range(1, 114))
     assert [one.further for one in book.incidents] == [64, 47]
-
-
-def test_the_last_of_many_costs_what_an_early_one_does(tmp_path: Path) -> None:
-    book, journal = IncidentLog(tmp_path), tmp_path / "journal.jsonl"
-    sizes = [0]
-    for _ in range(4):
-        met(book, 65)
-        sizes.append(journal.stat().st_size)
-    first, *_, last = [after - before for before, after in pairwise(sizes)]
-    assert last < 1.3 * first
 
 
 @pytest.mark.parametrize(
@@ -95,33 +83,3 @@ def test_what_is_only_skipped_again_is_counted(
     book = IncidentLog(None)
     book.record_treatment(book.open(replace(nan(1), signal=first), diagnosis, SKIP))
     assert (book.continued(second, diagnosis, decision) is not None) is is_counted
-
-
-def test_a_fault_of_the_disk_does_not_come_between(tmp_path: Path) -> None:
-    """Only rank 0 may know of it, and all ranks count alike."""
-    book = IncidentLog(None)
-    book.record_treatment(book.open(nan(1), UNKNOWN, SKIP))
-    full = Anomaly(Signal.DISK_FULL, 2, 2, 2)
-    book.record_treatment(book.open(full, Diagnosis(Cause.PROCESS), Decision((Action("try_again"),))))
-    before = book.continued(LOSS, UNKNOWN, SKIP)
-    assert before is not None
-    assert before.id == 1
-
-
-def test_a_skip_long_after_a_kind_was_over_is_no_return_of_it() -> None:
-    """Only the last of its kind counts, not one that was followed by a cure."""
-    book, skipped = IncidentLog(None), Diagnosis(Cause.TRANSIENT)
-    for tick in (100, 110):
-        book.record_treatment(book.open(nan(tick), skipped, SKIP))
-    book.update_accepted(161, recovered_after=50, loss_is_off=False)
-    book.record_treatment(book.open(nan(990), skipped, SKIP))
-    book.close_all(Outcome.RECOVERED, healthy_since=950)
-    assert [one.outcome for one in book.incidents] == [Outcome.RECURRED, Outcome.RECOVERED, Outcome.RECOVERED]
-
-
-def test_what_came_back_before_an_earlier_end_is_over_once_a_longer_run_was_healthy() -> None:
-    book = IncidentLog(None)
-    met(book, 10)
-    book.close_all(Outcome.RECOVERED, healthy_since=0)
-    assert status_of(RunFacts(incidents=book.incidents, step=12, process="at work")).status == "unrecovered"
-    assert status_of(RunFacts(incidents=book.incidents, step=80, process="at work")).status == "recovered"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 import zlib
 from dataclasses import replace
@@ -118,53 +117,12 @@ def test_every_bit_is_guarded(full: tuple[Path, list[dict[str, Any]]]) -> None:
             assert read(path) == journal.entries == [*left, journal.entries[-1]]
 
 
-def test_what_follows_a_damaged_line_is_kept(
-    full: tuple[Path, list[dict[str, Any]]], caplog: pytest.LogCaptureFixture
-) -> None:
-    """A sector that rots must not make a crash drill fire again; it is said, and the line stays for a person to see."""
-    path, entries = full
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(lines[0] + lines[1].replace(b"nan_batch", b"man_batch") + lines[2])
-    journal = Journal(path)
-    assert journal.entries == [entries[0], entries[2]]
-    assert "damaged and left out: 1 line" in caplog.text
-    assert b"man_batch" in path.read_bytes()
-    journal.write("later")
-    assert journal.entries[-1]["n"] == 4
-    assert Journal(path).entries == journal.entries
-
-
-def test_a_tail_that_is_no_entry_is_left_out(full: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Zeroed pages after a power cut, or anything else: the next entry begins a line of its own."""
-    path, entries = full
-    content = path.read_bytes()
-    for tail in (b"\0" * 4096, b"{}\n", b"[1]\n", b"nonsense\n\n\n", b'{"n": 4}\n', "ü\n".encode()):
-        path.write_bytes(content + tail)
-        journal = Journal(path)
-        assert journal.entries == entries
-        journal.write("four")
-        assert path.read_bytes().startswith(content + tail)
-        assert read(path) == journal.entries
-
-
 def test_plain_is_what_any_reader_takes() -> None:
     """Text for what JSON has no word for, everything else as it is; numpy's numbers are numbers."""
     given = {"a": math.nan, 1: [math.inf, (True, None, 3)], "signal": Signal.HANG, "path": Path("a/b"), "set": {3}}
     given["numpy"] = [np.float32(0.5), np.int64(3), np.float64("nan")]
     taken = {"a": "nan", "1": ["inf", [True, None, 3]], "signal": "hang", "path": "a/b", "set": [3]}
     assert strictly(json.dumps(plain(given))) == plain(given) == taken | {"numpy": [0.5, 3, "nan"]}
-
-
-def test_a_journal_that_was_removed_is_written_anew(full: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Emptied or deleted under a running process: later entries are read back."""
-    path, _ = full
-    journal = Journal(path)
-    path.unlink()
-    journal.write("four")
-    assert read(path) == journal.entries[-1:]
-    os.truncate(path, 10)
-    journal.write("five")
-    assert read(path) == journal.entries[-1:]
 
 
 def test_what_is_lost_in_the_end_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -245,14 +203,6 @@ def test_an_incident_comes_back_from_its_line(name: str) -> None:
     assert tags([incident], "clean")
 
 
-def test_a_newer_line_is_understood_and_nothing_is_made_up_for_what_is_missing() -> None:
-    line = as_line(POISON)
-    assert from_line({**line, "mood": "good"}) == from_line(line)
-    for key in ("id", "step", "tick", "signal", "cause"):
-        with pytest.raises(ValueError, match=key):
-            from_line({name: one for name, one in line.items() if name != key})
-
-
 # The book of them.
 
 
@@ -290,18 +240,6 @@ def test_an_open_incident_survives(tmp_path: Path) -> None:
     assert [json.loads(line)["id"] for line in (tmp_path / "incidents.jsonl").read_text().splitlines()] == [1, 3]
 
 
-def test_an_incident_that_nothing_was_done_about_is_taken_up(tmp_path: Path) -> None:
-    """The process ended in between: at the same step it is the same incident, elsewhere it has recurred."""
-    IncidentLog(tmp_path).open(POISON.anomaly, POISON.diagnosis, POISON.decision)
-    (found,) = IncidentLog(tmp_path).incidents
-    met = replace(POISON.anomaly, tick=POISON.anomaly.tick + 9)
-    again = IncidentLog(tmp_path)
-    assert again.open(met, POISON.diagnosis, POISON.decision) == again.incidents[0]
-    assert (len(again.incidents), again.incidents[0].anomaly, again.incidents[0].id) == (1, met, found.id)
-    later = replace(met, step=met.step + 1)
-    assert again.open(later, POISON.diagnosis, POISON.decision).id == found.id + 1
-
-
 def test_the_list_is_made_anew_from_the_journal(tmp_path: Path) -> None:
     book = IncidentLog(tmp_path)
     book.add(POISON)
@@ -313,44 +251,6 @@ def test_the_list_is_made_anew_from_the_journal(tmp_path: Path) -> None:
         IncidentLog(tmp_path)
         assert file.read_bytes() == right
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def test_a_disk_that_refuses_the_list_gets_it_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The run goes on, one line says so, and the list is whole as soon as it can be."""
-    book = IncidentLog(tmp_path)
-    file = tmp_path / "incidents.jsonl"
-    file.unlink()
-    file.mkdir()
-    for number in (1, 2):
-        book.close(replace(SPIKE, id=number, outcome=Outcome.RECOVERED))
-    assert len([one for one in caplog.records if one.levelname == "WARNING"]) == 1
-    file.rmdir()
-    book.close_files()
-    assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == [1, 2]
-
-
-def test_an_entry_that_is_no_incident_is_left_out(tmp_path: Path) -> None:
-    """A journal of another version, or of a stranger, does not keep a run from starting."""
-    journal = Journal(tmp_path / "journal.jsonl")
-    journal.write("incident_opened", incident={**as_line(SPIKE), "signal": "unheard of"})
-    journal.write("incident_opened")
-    journal.write("drill_fired", drill="x")
-    journal.write("something else")
-    book = IncidentLog(tmp_path)
-    assert book.incidents == []
-
-
-def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a directory the same calls keep the same history, and touch no disk."""
-    monkeypatch.chdir(tmp_path)
-    book = IncidentLog(None)
-    book.add(SPIKE)
-    book.close(replace(SPIKE, outcome=Outcome.RECOVERED))
-    book.run_history.note_drill_fired(1, "nan_batch", 3)
-    book.close_files()
-    assert 1 in book.run_history.drills
-    assert [incident.outcome for incident in book.incidents] == [Outcome.RECOVERED]
-    assert not list(tmp_path.iterdir())
 
 
 def _sealed(body: bytes) -> bytes:

@@ -17,17 +17,6 @@ def read(path: Path, start: int = 0) -> list[tuple[str, object]]:
     return [(one["kind"], one.get("tick")) for one, _ in entries(path, start) if one is not None]
 
 
-def test_entries_are_there_in_their_order_with_their_times(tmp_path: Path) -> None:
-    box = Outbox(tmp_path / OUTBOX)
-    for tick in range(100):
-        box.put("metrics", tick=tick, values={"loss": 0.5 * tick})
-    assert box.close(30)
-    found = [one for one, _ in entries(tmp_path / OUTBOX)]
-    assert [one["values"] for one in found if one] == [{"loss": 0.5 * tick} for tick in range(100)]
-    times = [one["at"] for one in found if one]
-    assert times == sorted(times)
-
-
 def test_a_reader_goes_on_where_it_was_and_takes_no_half_line(tmp_path: Path) -> None:
     path, box = tmp_path / OUTBOX, Outbox(tmp_path / OUTBOX)
     box.put("metrics", tick=1)

@@ -59,18 +59,6 @@ def test_rows_are_listed_with_their_reasons_and_the_data_set(tmp_path: Path) -> 
     assert json.loads((tmp_path / QUARANTINE).read_text()) == content
 
 
-def test_a_healthy_run_has_no_list_and_fetches_no_row(tmp_path: Path) -> None:
-    """The fingerprint is asked for with the first row, and once."""
-    asked: list[int] = []
-    one = quarantine_of(tmp_path, lambda: {**DATA, "rows": asked.append(1)})  # type: ignore[func-returns-value]
-    one.write()
-    assert list(tmp_path.iterdir()) == []
-    for row in range(3):
-        one.add({row: RAISES}, 1, 1)
-        one.write()
-    assert len(asked) == 1
-
-
 # The fingerprint.
 
 
@@ -111,15 +99,3 @@ def test_other_data_is_another_data_set() -> None:
     assert None not in digests
     assert len(set(digests)) == len(rows)
     assert fingerprint(Rows(lambda index: [Thing(), {"c"}]))["digests"]["0"] == digests[-2]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        lambda index: np.random.default_rng().random(),
-        lambda index: (_ for _ in ()).throw(OSError("no")),
-        lambda index: np.array([print, index], dtype=object).sum(),
-    ],
-)
-def test_a_row_that_raises_or_never_repeats_has_no_digest(row: Any) -> None:
-    assert fingerprint(Rows(row))["digests"] == {"0": None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import random
@@ -19,11 +18,9 @@ from command import MINE
 from fork_server import Forked, python
 from test_killed_anywhere import train
 
-import resilient_train
 from resilient_train.durable.journal import JOURNAL, Journal, read
-from resilient_train.ground import sentences, wording
+from resilient_train.ground import sentences
 
-PACKAGE = Path(resilient_train.__file__).parent
 GIVES_UP = ["drill=inf_loss", "drill.at=[20,21,22,23,24,25]", "recovery.budget.in_a_row=3"]
 OF_SUMMARY = ("status", "exit_code", "steps", "ticks", "trial_updates", "verdict", "final_loss", "weights_sha256")
 
@@ -95,90 +92,3 @@ def test_what_a_run_says_decides_nothing(name: str, tmp_path: Path) -> None:
     assert facts[0] == facts[1]
     assert any("incident_opened" in one for one in facts[0])
     assert said[0] != said[1], "the words were shuffled"
-
-
-# --------------------------------------------------------------------------------------------------- what the code says
-
-SAYING = {  # what returns words
-    name
-    for name, one in vars(wording).items()
-    if getattr(one, "__module__", "") == wording.__name__
-    and one.__annotations__.get("return") in ("str", "list[str]", "dict[str, str]")
-}
-TAKING_APART = re.compile(
-    "replace|r?partition|r?split|splitlines|(starts|ends)with|find|index|count|remove(pre|suf)fix"
-)
-KEEPING = {"fact", "Anomaly", "Diagnosis", "Decision", "ProcessIncident"}
-
-
-def name_of(call: ast.AST) -> str:
-    function = call.func if isinstance(call, ast.Call) else None
-    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
-
-
-def offences(tree: ast.Module) -> Iterator[ast.expr]:
-    """Where a sentence is compared, searched or taken apart, and where one is put into a fact."""
-    for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]:
-        yield from offences_in([*of_scope(scope)])
-
-
-def of_scope(scope: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(scope):
-        yield node
-        if not isinstance(node, ast.FunctionDef):
-            yield from of_scope(node)
-
-
-def offences_in(nodes: list[ast.AST]) -> Iterator[ast.expr]:
-    said = [node for node in nodes if isinstance(node, ast.Assign) and name_of(node.value) in SAYING]
-    names = {target.id for node in said for target in node.targets if isinstance(target, ast.Name)}
-
-    def is_said(node: ast.AST) -> bool:
-        return name_of(node) in SAYING or (isinstance(node, ast.Name) and node.id in names)
-
-    for node in nodes:
-        match node:
-            case ast.Compare(left=left, comparators=others) if any(map(is_said, [left, *others])):
-                yield node
-            case ast.Subscript(value=value) if is_said(value):
-                yield node
-            case ast.Match(subject=subject) if is_said(subject):
-                yield subject
-            case ast.Call(func=ast.Attribute(value=value, attr=name)) if is_said(value) and TAKING_APART.fullmatch(
-                name
-            ):
-                yield node
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="re")), args=given) if any(map(is_said, given)):
-                yield node
-            case ast.Call(args=args, keywords=named) if name_of(node) in KEEPING:
-                parts = [*args, *(key.value for key in named)]
-                inside: list[ast.AST] = [part for one in parts for part in ast.walk(one)]
-                texts = (one.value for one in inside if isinstance(one, ast.Constant) and isinstance(one.value, str))
-                if any(len(text.split()) > 5 for text in texts):
-                    yield node
-
-
-def test_no_code_reads_sentences_or_keeps_them_as_facts() -> None:
-    found = [
-        f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
-        for file in sorted(PACKAGE.rglob("*.py"))
-        if file.name != "wording.py"
-        for node in offences(ast.parse(file.read_text(encoding="utf-8")))
-    ]
-    assert found == []
-
-
-def test_such_code_is_found() -> None:
-    """Each of these lines, and none of the others."""
-    bad = """\
-if "hardware" in say(facts): pass
-say(facts).partition(": ")
-re.sub("a", "b", describe(incident))
-describe(incident) == other
-words = wording.say(facts); "x" in words
-say(facts)[:3]
-fact("text", text="it is what it was some time ago")
-Diagnosis(Cause.DATA, advice="look at the rows of this batch")"""
-    good = 'say(facts).strip()\nfact("text", text=str(error))\nlog.info("%s", say(facts))\nsaid in words'
-    assert sorted(node.lineno for node in offences(ast.parse(bad))) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert not [*offences(ast.parse(good))]

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 from group import launch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+from attacks_inputs import INPUTS  # noqa: E402
+
+
+def test_one_of_a_hundred_hostile_inputs_holds(tmp_path: Path) -> None:
+    """The command tries it, prints the count, and keeps what became of it."""
+    assert sum(map(len, INPUTS.values())) >= 100
+    name = "secrets: HF_TOKEN"
+    words = ["--json", "tried.json", "--only", name]
+    done = launch(tmp_path / "place", 1, str(BENCHMARKS / "attacks.py"), *words)
+    assert done.is_well, done.stderr
+    assert done.stdout.splitlines()[-1] == "1 inputs, 0 failed"
+    assert json.loads((tmp_path / "place/tried.json").read_text()) == {name: ""}
 
 
 def test_what_a_gpu_has_to_show_runs_on_a_cpu_too(tmp_path: Path) -> None:

@@ -215,21 +215,6 @@ def test_a_run_that_ended_without_a_word_is_shown_as_killed(
     assert run.data.tags["resilience.status"] == ("failed" if status == "KILLED" else "clean")
 
 
-def test_what_a_person_has_written_stays_and_a_parameter_keeps_its_first_value(tmp_path: Path, server: str) -> None:
-    run_dir = trained(tmp_path / "run", range(20), incidents=1)
-    run_id = finished(run_dir, server, "kept")
-    client = client_of(server)
-    client.set_tag(run_id, "mlflow.note.content", "mine")
-    box = Outbox(run_dir / OUTBOX)
-    box.put(BEGAN, params={"layer.7": "another", "new": 1})
-    assert box.close(30)
-    trained(run_dir, range(20, 25), incidents=2)
-    run = client.get_run(finished(run_dir, server, "kept"))
-    assert run.data.params == {**PARAMS, "new": "1"}
-    tags = run.data.tags
-    assert (tags["mlflow.note.content"], tags["resilience.incidents"]) == ("mine", "2")
-
-
 # ----------------------------------------------------------------------------------------------- processes and commands
 
 LIVE = """

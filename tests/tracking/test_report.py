@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,9 +14,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from stories import BAD_ROW, CLIMBED, PASSED, ROOT, free_text, incident, story
 
-from resilient_train.ground.types import Cause, Culprit, Decision, Diagnosis, Incident, Outcome, fact
-from resilient_train.ground.wording import say
-from resilient_train.report.story import Checkpoint, Story, open_advice, read_story, review
+from resilient_train.ground.types import Culprit, Decision, Incident, Outcome, fact
+from resilient_train.report.story import Checkpoint, Story, open_advice, read_story
 from resilient_train.report.uploader import note
 
 LIMIT = 8_000  # characters of a tag in MLflow
@@ -35,13 +33,6 @@ def inline(markdown: str) -> Iterator[Token]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- note
-
-
-def test_two_hundred_incidents_fit_as_far_as_they_do_and_the_rest_is_counted() -> None:
-    said = note(story(*map(incident, range(1, 201))))
-    shown = said.count("- incident ")
-    assert 10 <= shown < 200
-    assert f"- {200 - shown} incidents before these, in `incidents.jsonl`" in said
 
 
 def hostile(one: Incident, words: str) -> Incident:
@@ -78,30 +69,6 @@ def test_whatever_was_named_the_note_is_under_the_limit_and_in_lines(words: list
         "hr",
         "link_open",
     }
-
-
-SUSPECT = Diagnosis(
-    Cause.UNKNOWN,
-    free_text("The batch is finite and its loss is not: look in the forward pass for a logarithm that meets 0."),
-)
-
-
-@pytest.mark.parametrize(
-    ("outcome", "changed"),
-    [
-        (Outcome.RECURRED, {"further": 55}),  # the same until the end
-        (Outcome.UNRECOVERED, {}),
-        (Outcome.GAVE_UP, {}),
-        (Outcome.RECOVERED, {"further": 3}),  # over, but it was not the only one
-    ],
-)
-def test_what_was_not_over_asks_for_its_advice(outcome: Outcome, changed: dict[str, Any]) -> None:
-    """In the first line of the page and at the end on the terminal, though it was met only once."""
-    met = story(incident(5, outcome, diagnosis=SUSPECT, **changed), incident(3), step=160)
-    first, *_ = note(met).splitlines()
-    assert "look in the forward pass for a logarithm that meets 0" in first
-    assert "**Do:** The batch is finite" in first
-    assert f"to do: {say(SUSPECT.advice)}" in review(met)
 
 
 # -------------------------------------------------------------------------------------------------------------- advice

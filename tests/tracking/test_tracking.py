@@ -17,7 +17,6 @@ from flaky_mlflow import free_port
 
 from resilient_train.durable.journal import BEGAN, METRICS, OUTBOX, Outbox, entries
 from resilient_train.ground.errors import ConfigError
-from resilient_train.report import tracker as tracking
 from resilient_train.report.connection import UploadCursor, locate, url
 from resilient_train.report.story import command
 from resilient_train.report.tracker import TrackingConfig, build
@@ -170,21 +169,6 @@ def test_a_dead_server_is_said_once_with_how_to_upload_the_rest(
     assert last.endswith(command("sync", tmp_path))
     assert "secret" not in "".join(caplog.messages) + (tmp_path / OUTBOX).read_text()
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_process_that_cannot_be_started_or_dies_is_reported(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    python = tmp_path / "python"
-    python.write_text(f"#!{sys.executable}\nimport sys; print('cannot open'); sys.exit(1)\n")
-    python.chmod(0o755)
-    for executable, said in (("/nowhere/python", "no process can be started: [Errno 2]"), (str(python), "cannot open")):
-        caplog.clear()
-        monkeypatch.setattr(tracking.sys, "executable", executable)  # type: ignore[attr-defined]
-        tracker = build(config(), tmp_path, home)
-        tracker.begin()
-        assert tracker.finish() is None
-        assert f"({said}" in caplog.text.split("did not get everything")[1]
 
 
 def test_a_store_is_named_by_the_configuration_or_else_by_the_environment(
