@@ -59,10 +59,9 @@ class RunProcess:
     def resume(self) -> bool:
         """Resume from the newest checkpoint that verifies; False if there is none."""
         parts, controls, incident_log = self._run, self._run.controls, self._incident_log
-        make_plan = partial(self._keeper.resumption.plan, incident_log.incidents, parts.policy.crashes)
-        plan = parts.world.on_main(make_plan)
+        plan = parts.world.on_main(partial(self._keeper.resumption.plan, parts.policy.crashes))
         if not parts.world.is_main:
-            incident_log.run_history.adopt(plan.incidents)
+            incident_log.adopt(plan.incidents)
         self._keeper.begin(plan)
         try:
             controls.effects.load_state_dict(plan.effects)
@@ -72,9 +71,6 @@ class RunProcess:
         for found in plan.found:
             if plan.skipped is not None and found.remedy == "skip":
                 parts.samples.skip(*plan.skipped)
-                if 0 < len(found.rows) < parts.samples.slicing.samples // 2:
-                    # Few rows were in both updates that ended the process.
-                    parts.leave_out(found.rows, found.advice, incident_log.next_id)
             controls.note(partial(self._keeper.note_incident, found))
         if controls.effects.has_dropped:
             controls.note()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,10 @@ from forged_checkpoints import CPU, FILES, manifest, newest, parts, weights, wri
 from safetensors.torch import load_file
 
 from resilient_train.core.state import Clock, RunState
-from resilient_train.durable import store as manifests
+from resilient_train.durable import manifest as manifests
+from resilient_train.durable.manifest import CANDIDATE, MANIFEST, VERIFIED, WEIGHTS
 from resilient_train.durable.resume import explain_mismatch
-from resilient_train.durable.store import CANDIDATE, MANIFEST, VERIFIED, WEIGHTS, Entry, Store
-from resilient_train.durable.writer import Job, Writer
-from resilient_train.ground import files
+from resilient_train.durable.store import Store
 
 
 @pytest.fixture
@@ -69,20 +66,6 @@ def test_what_has_another_name_is_no_checkpoint(store: Store) -> None:
     assert Store(store.path / "nowhere").entries() == []
 
 
-# Believed only as it was written.
-
-
-def test_every_bit_of_a_manifest_is_guarded(store: Store) -> None:
-    """Not one flip is read as something else, or as the same."""
-    file = write(store, 7).path / MANIFEST
-    whole = file.read_bytes()
-    for at in range(len(whole)):
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
-        assert Entry.of(file.parent).manifest is None
-    file.write_bytes(whole)
-    assert Entry.of(file.parent).manifest is not None
-
-
 # Let go of.
 
 
@@ -114,47 +97,6 @@ def test_older_ones_go_once_a_newer_one_is_proven(
             (entry.path / MANIFEST).unlink()
     store.prune(keep, every)
     assert steps(store) == left
-
-
-def test_what_cannot_be_removed_stays(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
-    """It is no error: the disk is tidied up another time."""
-    for step in (1, 2, 3):
-        write(store, step)
-
-    def busy(disk: Any, path: Path) -> None:
-        raise OSError(16, "Device or resource busy")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(files.Disk, "unlink", busy)
-        store.prune(1, 0)
-        assert steps(store) == [3]
-    store.sweep()
-    assert [path.name for path in store.path.iterdir()] == ["step-00000003"]
-
-
-# In the background.
-
-
-def test_the_writer_tells_once_what_came_of_each(store: Store) -> None:
-    """In order; and it leaves no thread."""
-    before = threading.active_count()
-
-    def fail() -> Entry:
-        raise OSError(28, "No space left on device")
-
-    one = Writer()
-    for job in (Job(1, partial(write, store, 1)), Job(2, fail)):
-        one.offer(job)
-        assert one.wait(200)
-    assert one.write_now(Job(3, partial(write, store, 3))).entry is not None
-    assert [(job.step, str(job.error)) for job in one.finished] == [
-        (1, "None"),
-        (2, "[Errno 28] No space left on device"),
-        (3, "None"),
-    ]
-    for thread in [thread for thread in threading.enumerate() if thread.name == "checkpoint-writer"]:
-        thread.join(200)
-    assert threading.active_count() == before
 
 
 # Whether it fits.

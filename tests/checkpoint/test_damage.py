@@ -16,8 +16,9 @@ from kills import incidents, summary
 from safetensors.torch import load_file
 
 from resilient_train.command import checkpoints
-from resilient_train.durable import store as manifests
-from resilient_train.durable.store import MANIFEST, WEIGHTS, Damaged, Store
+from resilient_train.durable import manifest as manifests
+from resilient_train.durable.manifest import MANIFEST, WEIGHTS, Damaged
+from resilient_train.durable.store import Store
 from resilient_train.durable.tree_files import TENSORS, TREE
 
 IN_THE_SUITE = 14

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from resilient_train.durable.journal import read
 from resilient_train.durable.lock import holder_of
-from resilient_train.durable.store import WEIGHTS, Entry, Store
+from resilient_train.durable.manifest import WEIGHTS, Entry
+from resilient_train.durable.store import Store
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.loop.guard import Guard

@@ -12,7 +12,8 @@ import pytest
 from command import command, train
 from forged_checkpoints import CPU, seal
 
-from resilient_train.durable.store import MANIFEST, Damaged, Entry, Store
+from resilient_train.durable.manifest import MANIFEST, Damaged, Entry
+from resilient_train.durable.store import Store
 from resilient_train.durable.tree_files import TENSORS, TREE
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("careless")]

@@ -134,19 +134,6 @@ def test_what_follows_a_damaged_line_is_kept(
     assert Journal(path).entries == journal.entries
 
 
-def test_a_tail_that_is_no_entry_is_left_out(full: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Zeroed pages after a power cut, or anything else: the next entry begins a line of its own."""
-    path, entries = full
-    content = path.read_bytes()
-    for tail in (b"\0" * 4096, b"{}\n", b"[1]\n", b"nonsense\n\n\n", b'{"n": 4}\n', "ü\n".encode()):
-        path.write_bytes(content + tail)
-        journal = Journal(path)
-        assert journal.entries == entries
-        journal.write("four")
-        assert path.read_bytes().startswith(content + tail)
-        assert read(path) == journal.entries
-
-
 def test_plain_is_what_any_reader_takes() -> None:
     """Text for what JSON has no word for, everything else as it is; numpy's numbers are numbers."""
     given = {"a": math.nan, 1: [math.inf, (True, None, 3)], "signal": Signal.HANG, "path": Path("a/b"), "set": {3}}
@@ -280,10 +267,10 @@ def test_an_open_incident_survives(tmp_path: Path) -> None:
     before.add(POISON)
     before.record_treatment(treated)
     before.close(closed)
-    before.run_history.note_drill_fired(3_000_000_000_100, "crash", 17)
+    before.note_drill_fired(3_000_000_000_100, "crash", 17)
     after = IncidentLog(tmp_path)
-    assert 3_000_000_000_100 in after.run_history.drills
-    assert 3 not in after.run_history.drills
+    assert 3_000_000_000_100 in after.drills
+    assert 3 not in after.drills
     assert after.incidents == [closed, treated]
     assert after.next_id == 4
     after.close(replace(treated, outcome=Outcome.RECOVERED))
@@ -346,9 +333,9 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     book = IncidentLog(None)
     book.add(SPIKE)
     book.close(replace(SPIKE, outcome=Outcome.RECOVERED))
-    book.run_history.note_drill_fired(1, "nan_batch", 3)
+    book.note_drill_fired(1, "nan_batch", 3)
     book.close_files()
-    assert 1 in book.run_history.drills
+    assert 1 in book.drills
     assert [incident.outcome for incident in book.incidents] == [Outcome.RECOVERED]
     assert not list(tmp_path.iterdir())
 
