@@ -54,7 +54,6 @@ class CheckpointKeeper:
         self._writes, self._store = common is not None, Store(common or Path(os.devnull))
         self._writer = Writer()
         self.resumption = Resumption(parts, incidents, self.progress, self._store, how)
-        self.previous_samples_per_update = 0  # as in ResumePlan
         self._begun = (0, 0)  # tick and step of the newest verified checkpoint that was begun, the same on all ranks
         self._due_at_once = (-config.every, 0)  # in place of one that was demoted, or a candidate
         self.is_verified = True  # the state that the run was resumed from
@@ -206,7 +205,6 @@ class CheckpointKeeper:
 
     def begin(self, plan: ResumePlan) -> None:
         """Load the checkpoint that the run resumes from. All ranks call this."""
-        self.previous_samples_per_update = plan.previous_samples_per_update
         if plan.path is not None:
             self._load(Entry.of(plan.path), plan.tick, resuming=True)
 

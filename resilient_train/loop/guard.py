@@ -278,7 +278,6 @@ class Guard(EngineGuard):
         """Resume the run of the run directory, if there is one: after `keep`. Otherwise `batches` does it."""
         self._owes_resume = False
         resumed = self.process.resume()
-        self.process.keep_samples_per_update()
         self._checks.episode.resumed(self.clock.step)
         self.seeds.between(self.samples.position)
         return resumed

@@ -76,12 +76,12 @@ class RunProcess:
             controls.note()
         if parts.clock.tick:  # so that the same samples are not blamed twice for one end of the process
             self._keeper.progress.turned_to(Doing.BETWEEN)
+        if plan.previous_samples_per_update:
+            self._keep_samples_per_update(plan.previous_samples_per_update)
         return plan.path is not None
 
-    def keep_samples_per_update(self) -> None:
+    def _keep_samples_per_update(self, samples: int) -> None:
         """Make updates of as many samples as the previous processes did."""
-        if not (samples := self._keeper.previous_samples_per_update):
-            return
         now, size = self._run.samples.slicing, self._run.world.size
         sliced = now.for_samples(samples)
         if sliced is None or (sliced != now and not self._run.slice_as(sliced)):

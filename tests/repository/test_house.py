@@ -62,6 +62,7 @@ KNOWN_TO = {
 }
 WITHOUT_TORCH = {
     *(f"ground/{name}.py" for name in ("errors", "files", "reader", "secrets", "sentences", "types", "wording")),
+    # Answered at once.
     *("command/checkpoints", "command/command", "command/config/", "command/incidents", "command/status"),
     *("report", "processes/process_exit.py", "data/history.py"),
     *(f"durable/{name}.py" for name in ("endings", "incident_log", "journal", "lock", "manifest", "progress")),
