@@ -71,7 +71,8 @@ def _list(run_dir: Path) -> int:
 
 
 def _line(entry: Entry, kind: str, damage: str) -> str:
-    if (manifest := entry.manifest) is None:
+    manifest = entry.manifest
+    if entry.damage:
         return f"{entry.path.name}  {kind}  {damage}"
     size = sum(one["bytes"] for one in manifest.files.values()) / 1e6
     return f"{entry.path.name}  {kind}  step {manifest.step:,}  {size:,.2f} MB  {damage}"

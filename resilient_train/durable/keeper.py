@@ -243,7 +243,7 @@ class CheckpointKeeper:
     def _path_of(self, snapshot: Snapshot) -> Path | None:
         """Return the path of a checkpoint that is as new."""
         usable = self._store.usable()
-        new = (one for one in usable if one.kind == VERIFIED and one.manifest and one.manifest.tick >= _tick(snapshot))
+        new = (one for one in usable if one.kind == VERIFIED and one.manifest.tick >= _tick(snapshot))
         return next((one.path for one in new), None)
 
     def _write_now(self, job: Job) -> Job:

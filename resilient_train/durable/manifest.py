@@ -73,43 +73,42 @@ def _cannot_be_read(name: str) -> Iterator[None]:
         raise Damaged(f"{name} cannot be read: {error.strerror}") from error
 
 
+NO_MANIFEST = Manifest("", 0, 0, 0, 0, "", {}, [], {})
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A checkpoint on disk: its manifest, or why that cannot be read. The other files may be damaged all the same."""
+    """A checkpoint on disk. Its other files than the manifest may be damaged all the same."""
 
     path: Path
-    manifest: Manifest | None
-    damage: str = ""
+    manifest: Manifest
+    damage: str = ""  # why the manifest cannot be read
 
     @classmethod
     def of(cls, path: Path) -> Entry:
         try:
             return cls(path, read(path))
         except Damaged as why:
-            return cls(path, None, str(why))
+            return cls(path, NO_MANIFEST, str(why))
 
     @property
     def kind(self) -> str:
-        if self.manifest is None:
-            return ""
-        return DEMOTED if self.path.suffix == DEMOTED_END else self.manifest.kind
+        is_demoted = self.path.suffix == DEMOTED_END and not self.damage
+        return DEMOTED if is_demoted else self.manifest.kind
 
     @property
     def step(self) -> int:
-        return self.manifest.step if self.manifest is not None else 0
+        return self.manifest.step
 
     @property
     def is_usable(self) -> bool:
         return self.kind in (VERIFIED, CANDIDATE)
 
-    @property
-    def age(self) -> tuple[bool, int, int, str]:
-        """The tick, which never goes back, then step and name. Without a manifest it comes first, to be reported."""
-        tick = self.manifest.tick if self.manifest is not None else 0
-        return self.manifest is None, tick, self.step, self.path.name
-
 
 def entries_of(run_dir: Path) -> list[Entry]:
-    """List all checkpoints of a run, the latest first; only manifests are read."""
-    paths = [path for path in run_dir.glob(f"{CHECKPOINTS}/*") if _NAME.fullmatch(path.name)]
-    return sorted(map(Entry.of, paths), key=lambda one: one.age, reverse=True)
+    """List all checkpoints of a run, the latest first by the tick, which never goes back; only manifests are read.
+
+    One whose manifest is damaged comes first, to be reported.
+    """
+    found = [Entry.of(path) for path in run_dir.glob(f"{CHECKPOINTS}/*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda one: (one.damage != "", one.manifest.tick, one.step, one.path.name), reverse=True)

@@ -17,7 +17,7 @@ from resilient_train.data.rows import no_watchdog
 from resilient_train.data.samples import Samples
 from resilient_train.durable import endings
 from resilient_train.durable.incident_log import IncidentLog
-from resilient_train.durable.manifest import DEMOTED, Damaged, Entry, Manifest
+from resilient_train.durable.manifest import DEMOTED, NO_MANIFEST, Damaged, Entry, Manifest
 from resilient_train.durable.progress import Doing, Progress
 from resilient_train.durable.store import Saved, Store
 from resilient_train.durable.tree_files import reshard
@@ -94,7 +94,7 @@ class Resumption:
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
             what = f"no usable checkpoint in {self.store.path}: {why}"
             raise TrainError(f"cannot resume: {what}. {self.how.fresh} starts a new run")
-        manifest = entry.manifest if entry is not None else None
+        manifest = entry.manifest if entry is not None else NO_MANIFEST
         step = entry.step if entry else self.parts.clock.step  # 0, or what a trainer has made by its own checkpoint
         found = incidents_of_damage(damaged, step)
         skipped, span = None, last.stop - last.start
@@ -104,7 +104,7 @@ class Resumption:
             times = history.note_process_end(last.tick, last.start, last.stop)
             skipped = (last.start, last.stop) if times >= crashes else None
         if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
-            tick = manifest.tick if manifest else 0
+            tick = manifest.tick
             # Attempts without a verdict are lost, too; what was refused or undone before is in those incidents.
             counted = sum(one.steps_lost for one in incidents if one.anomaly.tick > tick)
             lost = last.tick - tick - counted if tick or not step else last.step - step
@@ -112,18 +112,17 @@ class Resumption:
         return ResumePlan(
             path=entry.path if entry else None,
             tick=last.tick,
-            effects=history.effects_with(manifest.effects if manifest else {}),
+            effects=history.effects_with(manifest.effects),
             found=tuple(found),
             incidents=tuple(incidents),
             skipped=skipped,
             previous_samples_per_update=self._samples_to_keep(manifest),
         )
 
-    def _samples_to_keep(self, manifest: Manifest | None) -> int:
+    def _samples_to_keep(self, manifest: Manifest) -> int:
         """The samples of an update in earlier processes, if only the number of processes has changed since; else 0."""
-        if manifest is None or manifest.each != self.samples_per_process:
-            return 0
-        return manifest.samples if manifest.samples != self.parts.samples.slicing.samples else 0
+        has_changed = manifest.samples != self.parts.samples.slicing.samples
+        return manifest.samples if has_changed and manifest.each == self.samples_per_process else 0
 
     def newest_readable(self, entries: Iterable[Entry], damaged: list[tuple[Entry, str]]) -> Entry | None:
         """The first checkpoint that verifies and fits this run; those before it are added to `damaged`."""
@@ -143,7 +142,7 @@ class Resumption:
         if entry.path in self.already_read:
             return self.already_read.pop(entry.path)
         parts, manifest = self.parts, entry.manifest
-        if manifest is None:
+        if entry.damage:
             raise Damaged(entry.damage)
         live, samples, each = parts.state.live(), parts.samples.slicing.samples, self.samples_per_process
         saved = Store.load(entry, parts.world.device, live["weights"])
@@ -163,7 +162,6 @@ class Resumption:
     def load(self, entry: Entry, *, resuming: bool) -> None:
         """Load a checkpoint into the run; if `resuming`, also what does not rewind."""
         run, manifest, saved = self.parts, entry.manifest, self._read(entry)
-        assert manifest is not None
         made, parts = f"{entry.path}, written by {manifest.made_by}", _resharded(run.state, saved.parts)
         if resuming and any(key.startswith(("optimizer.", "schedule.")) for key in self.how.changed):
             fresh = run.state.live()  # schedules as they are configured now

@@ -90,7 +90,7 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
         last_good=next((one for one in checkpoints if one.kind == VERIFIED), None),
         newest=newest,
         best=_best_of(run_dir),
-        remedies=history.effects_with(newest.manifest.effects if newest and newest.manifest else {}),
+        remedies=history.effects_with(newest.manifest.effects if newest else {}),
         drills=tuple(history.drills.values()),
         loop=loop,
         resumes=resumes(run_dir),

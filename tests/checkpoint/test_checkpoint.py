@@ -32,7 +32,6 @@ def steps(store: Store) -> list[int]:
 def test_what_is_loaded_is_what_was_written(store: Store) -> None:
     """Weights, all other parts and the memory come back to the last bit."""
     entry = write(store, 7)
-    assert entry.manifest is not None
     assert entry.manifest == manifests.verify(entry.path) == manifest(7, entry.manifest.files)
     assert newest(store) == 7
     loaded = Store.load(entry, CPU, weights(7)).parts

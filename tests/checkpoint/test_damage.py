@@ -95,7 +95,7 @@ def found(run_dir: Path) -> tuple[Path | None, list[str]]:
     store.sweep()
     for entry in store.entries():
         try:
-            if entry.manifest is None:
+            if entry.damage:
                 raise Damaged(entry.damage)
             manifests.verify(entry.path)
             Store.load(entry, CPU, {})
