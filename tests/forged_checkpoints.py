@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from resilient_train.durable import journal
-from resilient_train.durable.store import MANIFEST, VERIFIED, WEIGHTS, Entry, Manifest, Store
+from resilient_train.durable.manifest import MANIFEST, VERIFIED, WEIGHTS, Entry, Manifest
+from resilient_train.durable.store import Store
 from resilient_train.durable.tree_files import TENSORS, TREE
 
 CPU = torch.device("cpu")

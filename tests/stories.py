@@ -6,7 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from forged_checkpoints import manifest
+
 from resilient_train.durable.endings import RunFacts, status_of
+from resilient_train.durable.manifest import Entry
 from resilient_train.durable.run_history import Chapter
 from resilient_train.ground.types import (
     Action,
@@ -21,7 +24,7 @@ from resilient_train.ground.types import (
     Signal,
     fact,
 )
-from resilient_train.report.story import Checkpoint, Story
+from resilient_train.report.story import Story
 
 BEGAN_MS = 1_763_694_845_000
 RUN = Path("/data/runs/gpt-python_source-balanced-3fa1")
@@ -71,7 +74,7 @@ def chapter(told: Incident) -> Chapter:
 
 
 def story(*incidents: Incident, **changed: Any) -> Story:
-    newest = Checkpoint(250, RUN / "checkpoints" / "step-00000250", "verified", 300)
+    newest = Entry(RUN / "checkpoints" / "step-00000250", manifest(250, {}, tick=300))
     summary = changed.get("summary", {})
     written = {"exit_code": 0, **summary} if summary else {}
     status = status_of(RunFacts(incidents=incidents, summary=written, process="process 7"))
@@ -85,6 +88,6 @@ def story(*incidents: Incident, **changed: Any) -> Story:
         tick=260 + sum(one.steps_lost for one in incidents),
         steps=300,
         newest=newest,
-        best=Checkpoint(200, RUN / "best", "best", metrics={"loss": 2.261}),
+        best={"path": RUN / "best", "step": 200, "metrics": {"loss": 2.261}},
     )
     return replace(made, **changed)

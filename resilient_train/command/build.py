@@ -88,8 +88,8 @@ def assemble(
     configured = [kind for kind in load() if kind.node]
     if config.drill.get("faults") and not any(kind.node == "drill" for kind in configured):
         raise unusable("drill", "no extension for drills is installed")
-    history, steps = home.incident_log.run_history, config.run.steps
-    extensions = [kind.configured(getattr(config, kind.node), steps, history) for kind in configured]
+    log_of_run, steps = home.incident_log, config.run.steps
+    extensions = [kind.configured(getattr(config, kind.node), steps, log_of_run) for kind in configured]
     for one in extensions:
         rows = one.wrapped(rows)
     samples = data.samples(
@@ -253,7 +253,6 @@ def train(run: Run) -> None:
         run.beat()
         if not attempted:
             continue  # gradients accumulate, or an incident dropped the update
-        guard.reporter.tracker.begin()  # MLflow may load now; before, it would have delayed the first update
         if guard.newest and guard.newest.accepted and guard.newest.step % settings.log_every == 0:
             report(run)
         if run.evaluates_at(guard.attempted_step) and guard.settle():

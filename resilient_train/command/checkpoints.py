@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from resilient_train.command import no_run, parser_of
 from resilient_train.command.terminal import print_line
 from resilient_train.durable.endings import CHECKPOINTS, is_run
 from resilient_train.durable.journal import JOURNAL
-from resilient_train.durable.run_history import history_of
-from resilient_train.durable.store import (
+from resilient_train.durable.manifest import (
     CANDIDATE,
     DEMOTED,
     VERIFIED,
+    WEIGHTS,
     Damaged,
     Entry,
-    NotExportable,
-    Store,
-    export_weights,
+    entries_of,
     verify,
 )
+from resilient_train.durable.run_history import history_of
+from resilient_train.ground.files import commit
 
 _HELP = """\
 Lists the checkpoints of a run, the newest first, after reading all of each to verify it:
@@ -30,6 +31,8 @@ Lists the checkpoints of a run, the newest first, after reading all of each to v
   damaged     differs from what was written: no resume loads it"""
 _EXIT_CODES = """0 if a run can resume or none was written, 1 if no checkpoint is usable, 2 if no run is there;
 of --weights: 1 if nothing was exported"""
+
+_PIECE = 2**22  # bytes that are copied at a time
 
 
 def main(words: list[str]) -> int:
@@ -45,7 +48,7 @@ def main(words: list[str]) -> int:
 
 def _list(run_dir: Path) -> int:
     found: list[tuple[Entry, str, str]] = []  # kind and damage, after reading all of it
-    for entry in Store(run_dir).entries():
+    for entry in entries_of(run_dir):
         damage = entry.damage
         try:
             verify(entry.path)
@@ -68,7 +71,8 @@ def _list(run_dir: Path) -> int:
 
 
 def _line(entry: Entry, kind: str, damage: str) -> str:
-    if (manifest := entry.manifest) is None:
+    manifest = entry.manifest
+    if entry.damage:
         return f"{entry.path.name}  {kind}  {damage}"
     size = sum(one["bytes"] for one in manifest.files.values()) / 1e6
     return f"{entry.path.name}  {kind}  step {manifest.step:,}  {size:,.2f} MB  {damage}"
@@ -76,13 +80,20 @@ def _line(entry: Entry, kind: str, damage: str) -> str:
 
 def _export(run_dir: Path, to: Path) -> int:
     """Export the newest verified checkpoint without damage; a candidate only if none is verified."""
-    for entry in sorted(Store(run_dir).usable(), key=lambda one: one.kind != VERIFIED):
+    if to.exists():
+        print(f"{to} is there already: --weights makes a new file", file=sys.stderr)
+        return 1
+    usable = [one for one in entries_of(run_dir) if one.is_usable]
+    for entry in sorted(usable, key=lambda one: one.kind != VERIFIED):
         try:
-            manifest = export_weights(entry.path, to)
+            manifest = verify(entry.path)
+            to.absolute().parent.mkdir(parents=True, exist_ok=True)
+            with open(entry.path / WEIGHTS, "rb") as file:
+                commit(to, iter(partial(file.read, _PIECE), b""))
         except Damaged as damage:
             print(f"{entry.path.name}: {damage}", file=sys.stderr)
-        except NotExportable as reason:
-            print(reason, file=sys.stderr)
+        except OSError as error:
+            print(f"{to} cannot be written: {error.strerror or error}", file=sys.stderr)
             return 1
         else:
             print(f"step {manifest.step:,}{' (not verified yet)' if entry.kind == CANDIDATE else ''} is in {to}")

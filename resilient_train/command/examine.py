@@ -51,7 +51,7 @@ def _examined(given: argparse.Namespace) -> Any:
     from resilient_train.command.config import compose
     from resilient_train.core.randomness import Purpose, mix, seed_all
     from resilient_train.durable import store as weights
-    from resilient_train.durable.store import VERIFIED, WEIGHTS, Store
+    from resilient_train.durable.manifest import VERIFIED, WEIGHTS, entries_of
     from resilient_train.extensions.diagnosis.examine import examine
 
     run_dir: Path = given.run_dir
@@ -64,7 +64,7 @@ def _examined(given: argparse.Namespace) -> Any:
     objective = build.objective_of(config, torch.device("cpu"))
     rows = compose.build("data.train", config.data.train)
     model = build.model_of(config)
-    kept = (one.path for one in Store(run_dir).entries() if one.kind == VERIFIED)
+    kept = (one.path for one in entries_of(run_dir) if one.kind == VERIFIED)
     done = (read_ending(run_dir, SUMMARY) or {}).get("status") == "completed"  # else its weights are of an earlier end
     weights.load_into(model, run_dir if done and (run_dir / WEIGHTS).exists() else next(kept, run_dir), "RUN_DIR")
     if given.rows:

@@ -22,10 +22,10 @@ from resilient_train.durable.endings import CONFIG, SUMMARY, RunFacts, Summary, 
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.durable.journal import JOURNAL
 from resilient_train.durable.lock import LOCK, DirectoryLock
+from resilient_train.durable.manifest import WEIGHTS
 from resilient_train.durable.progress import position_of
 from resilient_train.durable.resume import Resume
 from resilient_train.durable.run_history import history_of
-from resilient_train.durable.store import WEIGHTS
 from resilient_train.ground.errors import (
     ConfigError,
     DirectoryInUse,
@@ -263,7 +263,7 @@ class _Session:
         self.run = run  # before the files of the previous process are replaced, as that may fail
         if resumed:
             log.info("resumes from step %d", run.guard.clock.step)
-        elif directory.resumes and is_main and not self.incident_log.run_history.has_saved:
+        elif directory.resumes and is_main and not self.incident_log.has_saved:
             log.info("the run there had no checkpoint yet: it begins at step 0 again")
         if directory.resumes and is_main:
             endings.begin(directory.path, is_finished=False)
@@ -334,8 +334,8 @@ class _Session:
             run.guard.process.ends()
         summary = self._summary(error)
         if is_main:
-            self.incident_log.run_history.tell("end", summary=asdict(summary))
-        self.incident_log.run_history.close_sinks()
+            self.incident_log.tell("end", summary=asdict(summary))
+        self.incident_log.close_sinks()
         self.incident_log.close_files()
         if summary.weights_sha256 is not None:  # each rank logs its own
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
@@ -352,7 +352,7 @@ class _Session:
             # A start that fails is shown like any other end; a wrong configuration, and what a person ended, is not.
             if has_ticks or (error is not None and not isinstance(error, ConfigError | KeyboardInterrupt | Stopped)):
                 if has_ticks:
-                    print_review(directory.path, self.incident_log.run_history)
+                    print_review(directory.path, self.incident_log)
                 requests.may_interrupt = True
                 try:
                     finish_uploads(self.tracker, summary, directory.path)

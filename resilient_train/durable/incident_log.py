@@ -6,14 +6,17 @@ Each change is written to the journal as it happens; incidents.jsonl has a line 
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from resilient_train.durable.journal import JOURNAL, Journal, LineFile
-from resilient_train.durable.run_history import AGAIN, CLOSED, OPENED, TREATED, RunHistory, in_words
+from resilient_train.durable.run_history import AGAIN, CLOSED, OPENED, TREATED, RunHistory, as_line, in_words
+from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.files import commit
 from resilient_train.ground.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, kind_of
 from resilient_train.ground.wording import describe, log
@@ -23,30 +26,27 @@ _Effects = Mapping[str, Any] | None  # of remedies: those that have changed
 _AGAIN = 64  # updates that one incident counts, as each reading of it and each of its lines has them all
 
 
-class IncidentLog:
-    """Keeps the incidents. Ranks that do not write to the run directory keep them in memory only."""
+class IncidentLog(RunHistory):
+    """The history of a run that is at work. Ranks that do not write to the run directory keep it in memory only."""
 
     def __init__(self, run_dir: Path | None, *, writes: bool = True) -> None:
         """One rank writes to the run directory, which the others may not have."""
         self.directory = directory = run_dir if writes else None
         self._journal = None if directory is None else Journal(directory / JOURNAL)
-        self.run_history = RunHistory(self._journal.entries if self._journal else (), self._journal)
+        super().__init__(self._journal.entries if self._journal else ())
+        self.sinks: list[Any] = []  # an `extensions.Sink` each
         self.ongoing = 0  # number of the incident that healthy updates do not close: checkpoints cannot be saved
         self._anomalous_step = 0  # the newest that an observed incident has counted
         # The process ended before it did what was decided.
-        undone = [one for one in self.open_incidents if self.run_history.chapters[one.id].treated_ms is None]
-        self.run_history.adopt(replace(one, decision=replace(one.decision, actions=())) for one in undone)
+        undone = [one for one in self.open_incidents if self.chapters[one.id].treated_ms is None]
+        self.adopt(replace(one, decision=replace(one.decision, actions=())) for one in undone)
         self._list = None
         if directory is not None:  # what a kill or a full disk has left out of the list, the journal has
             self._list = LineFile(directory / INCIDENTS, "the lines that it lacks are written later")
-            over = [one for one in self.run_history.chapters.values() if one.closed_ms is not None]
+            over = [one for one in self.chapters.values() if one.closed_ms is not None]
             lines = [_line(one.incident) for one in sorted(over, key=lambda one: one.closed_ms or 0)]
             with self._list.attempts.attempt():
                 commit(self._list.path, lines)
-
-    @property
-    def incidents(self) -> list[Incident]:
-        return self.run_history.incidents
 
     @property
     def of_training(self) -> list[Incident]:
@@ -54,16 +54,55 @@ class IncidentLog:
 
     @property
     def open_incidents(self) -> list[Incident]:
-        return list(self.run_history.open.values())
+        return list(self.open_by_id.values())
 
     @property
     def next_id(self) -> int:
-        return next(reversed(self.run_history.chapters), 0) + 1
+        return next(reversed(self.chapters), 0) + 1
 
     def tally(self) -> dict[str, Any]:
         by_cause = Counter(str(one.diagnosis.cause) for one in self.incidents)
         recovered = sum(one.outcome is Outcome.RECOVERED for one in self.incidents)
         return {"total": len(self.incidents), "recovered": recovered, "by_cause": dict(by_cause)}
+
+    def note(self, kind: str, /, **fields: Any) -> None:
+        """Write an entry, and keep what `recall` knows of it. Fields that are None are left out."""
+        fields = {name: value for name, value in fields.items() if value is not None}
+        self.recall({"kind": kind, "at": time.time_ns() // 1_000_000, **fields})
+        if self._journal is not None:
+            lines = {name: as_line(one) if isinstance(one, Incident) else one for name, one in fields.items()}
+            self._journal.write(kind, **lines)
+        if self.sinks:
+            self.tell(
+                kind, **{name: in_words(one) if isinstance(one, Incident) else one for name, one in fields.items()}
+            )
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Hand an event to the sinks. One that fails gets no more: it is no reason to end a run."""
+        for sink in [*self.sinks]:
+            try:
+                sink.write({"kind": kind, **fields})
+            except Exception as error:
+                self.sinks.remove(sink)
+                log.error("%s failed, and gets no more of this run: %s", type(sink).__name__, in_one_line(error))
+
+    def close_sinks(self) -> None:
+        """The run is over."""
+        for sink in self.sinks:
+            try:
+                sink.close()
+            except Exception as error:
+                log.error("%s could not be closed: %s", type(sink).__name__, in_one_line(error))
+        self.sinks.clear()
+
+    def note_process_end(self, tick: int, start: int, stop: int) -> int:
+        """Note which samples were in use when a process ended; return how many processes in a row ended at these."""
+        self.note("process_ended", tick=tick, start=start, stop=stop)
+        return len(list(takewhile(lambda one: one == (start, stop), reversed(self._endings.values()))))
+
+    def note_drill_fired(self, number: int, name: str, tick: int) -> None:
+        """Note that a drill is about to fire. Before it does: a crash would fire again after every restart."""
+        self.note("drill_fired", drill=number, name=name, tick=tick)
 
     # From opening to outcome.
 
@@ -116,32 +155,32 @@ class IncidentLog:
         return number
 
     def add(self, incident: Incident, effects: _Effects = None) -> None:
-        self.run_history.note(OPENED, incident=incident, effects=effects)
+        self.note(OPENED, incident=incident, effects=effects)
 
     def record_treatment(self, incident: Incident, *, effects: _Effects = None) -> None:
         """Record what was done about an incident."""
-        self.run_history.note(TREATED, incident=incident, effects=effects)
+        self.note(TREATED, incident=incident, effects=effects)
         log.warning("%s", describe(incident))
 
     def update(self, incident: Incident) -> None:
-        self.run_history.note(TREATED, incident=incident)
+        self.note(TREATED, incident=incident)
 
     def close(self, incident: Incident, outcome: Outcome | None = None, *, healthy_steps: int | None = None) -> None:
         """Record the outcome of an incident, by default the one it has, and list it."""
         outcome = Outcome.OBSERVED if incident.is_observed else outcome
         incident = replace(incident, outcome=outcome or incident.outcome)
         assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
-        self.run_history.note(CLOSED, incident=incident)
+        self.note(CLOSED, incident=incident)
         if self._list is not None:
             self._list.waiting.append(_line(incident))
-            self._list.write(sync=False)
+            self._list.flush(sync=False)
         # One that recurred is reported by the incident that came after it.
         if incident.outcome in (Outcome.RECOVERED, Outcome.OBSERVED):
             log.info("%s", describe(incident, "outcome", healthy=healthy_steps))
 
     def note_effects(self, *, effects: Mapping[str, Any]) -> None:
         """Note which effects have changed, where no incident is noted with them."""
-        self.run_history.note("effects_changed", effects=effects)
+        self.note("effects_changed", effects=effects)
 
     def update_accepted(self, step: int, recovered_after: int, *, loss_is_off: bool) -> None:
         """Close what has recovered; while `loss_is_off` its reference, incidents that left damage stay open."""
@@ -163,16 +202,12 @@ class IncidentLog:
         self._anomalous_step = step
         self.record_treatment(incident)
 
-    def resume_observed(self, step: int) -> None:
-        """Continue with an incident that the process before has only observed."""
-        self._anomalous_step = step
-
     def counts_on(self, step: int) -> bool:
         """Count an anomalous update into the incident, and write down each doubling; False if there is none."""
         incident = next((one for one in self.open_incidents if one.is_observed), None)
         if incident is not None and step > self._anomalous_step:
             self._anomalous_step, incident = step, replace(incident, further=incident.further + 1)
-            self.run_history.adopt([incident])
+            self.adopt([incident])
             if _log_doubling(incident, step):
                 self.update(incident)
         return incident is not None
@@ -194,8 +229,8 @@ class IncidentLog:
 
     def count_again(self, incident: Incident, anomaly: Anomaly, *, effects: _Effects = None) -> None:
         """Count an update into the incident that it continues: strikes and budgets count it, also after a restart."""
-        self.run_history.note(AGAIN, number=incident.id, at_update=[anomaly.tick, anomaly.step], effects=effects)
-        _log_doubling(self.run_history.open[incident.id], anomaly.step)
+        self.note(AGAIN, number=incident.id, at_update=[anomaly.tick, anomaly.step], effects=effects)
+        _log_doubling(self.open_by_id[incident.id], anomaly.step)
 
     def close_all(self, outcome: Outcome, *, healthy_since: int | None = None) -> None:
         """Close open incidents as the training ends: as recovered, or with `outcome` if they left damage.
@@ -215,13 +250,13 @@ class IncidentLog:
 
     def close_ongoing(self, number: int) -> None:
         """Close an incident as the run ends, if it is open: as unrecovered if it is ongoing."""
-        if (incident := self.run_history.open.get(number)) is not None:
+        if (incident := self.open_by_id.get(number)) is not None:
             self.close(incident, Outcome.UNRECOVERED if number == self.ongoing else Outcome.RECOVERED)
         self.ongoing = 0
 
     def close_files(self) -> None:
         if self._list is not None and self._list.waiting:
-            self._list.write(sync=False)
+            self._list.flush(sync=False)
         if self._journal is not None:
             self._journal.close()
 

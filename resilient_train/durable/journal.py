@@ -18,7 +18,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from numbers import Integral, Real
 from pathlib import Path
@@ -68,7 +68,7 @@ class LineFile:
         self.waiting: deque[bytes] = deque()  # lines that are not on disk yet
         self._end = -1  # where the next line goes; unknown before the file was opened
 
-    def write(self, *, sync: bool) -> None:
+    def flush(self, *, sync: bool) -> None:
         with self.attempts.attempt():
             is_new = not self.path.exists()
             file = files.disk.open(self.path)
@@ -78,8 +78,7 @@ class LineFile:
                     self._end = size
                     if size and os.pread(file, 1, size - 1) != b"\n":
                         self.waiting.appendleft(b"\n")  # ends a line that a kill has left half written
-                lines = [*self.waiting]  # another thread may add to them meanwhile
-                end = self._end + write_all(file, b"".join(lines), self._end)
+                end = self._end + write_all(file, b"".join(self.waiting), self._end)
                 if sync:
                     files.disk.sync(file)
             finally:
@@ -88,16 +87,15 @@ class LineFile:
                 with suppress(OSError):  # some file systems cannot: the entry itself is synced
                     sync_directory(self.path.parent)
             self._end = end
-            for _ in lines:
-                self.waiting.popleft()
+            self.waiting.clear()
 
 
-class Journal:
+class Journal(LineFile):
     """An append-only file that its one writer opens; all others call `read`."""
 
     def __init__(self, path: Path) -> None:
         """Raises TrainError if it cannot be read: what it holds is unknown, so nothing may be written over it."""
-        self.path = path
+        super().__init__(path, "entries are kept in memory and tried again, but a kill would lose them")
         try:
             found = [entry for entry, _ in entries(path)]
         except OSError as error:
@@ -105,17 +103,11 @@ class Journal:
             raise TrainError(f"{path} {why if error.strerror else error}") from error
         self.entries = [entry for entry in found if entry is not None]
         self._number: int = self.entries[-1]["n"] if self.entries else 0
-        self._file = LineFile(path, "entries are kept in memory and tried again, but a kill would lose them")
         self._lock = threading.Lock()  # a watchdog may write as well
         # Entries after a damaged line are kept: each has its own checksum, and a drill that is forgotten fires again.
         # The damaged line stays in the file; a person may look at it.
         if damaged := len(found) - len(self.entries):
             log.warning("%s: damaged and left out: %s", path, counted(damaged, "line"))
-
-    @property
-    def waiting(self) -> Collection[bytes]:
-        """The lines that the disk did not take yet."""
-        return self._file.waiting
 
     def write(self, kind: str, /, **fields: Any) -> None:
         """Add an entry. It is on disk when this returns; if the disk does not take it, later writes try again."""
@@ -124,13 +116,13 @@ class Journal:
             head = {"n": self._number, "at": time.time_ns() // 1_000_000, "kind": kind, "format": _FORMAT}
             entry = {**head, **masked_tree(plain(fields))}
             self.entries.append(entry)
-            self._file.waiting.append(seal(json.dumps(entry)))
-            self._file.write(sync=True)
+            self.waiting.append(seal(json.dumps(entry)))
+            self.flush(sync=True)
 
     def close(self) -> None:
         with self._lock:
             if self.waiting:
-                self._file.write(sync=True)
+                self.flush(sync=True)
             if left := len(self.waiting):
                 log.error("%s lacks the last %s: the disk did not take them", self.path, counted(left, "entry"))
 
@@ -200,43 +192,15 @@ def unseal(line: bytes) -> Entry | None:
 OUTBOX = "outbox.jsonl"  # its name in a run directory
 BEGAN, METRICS, ENDED = "began", "metrics", "ended"
 
-WRITE_EVERY_S, TRY_AGAIN_S = 0.25, 2.0
 
+class Outbox(LineFile):
+    """What MLflow is to show. The kernel keeps what was written if the process ends; whoever uploads it syncs."""
 
-class Outbox:
-    """Takes entries without a wait, and writes them in a thread a few times a second.
-
-    The calling thread would wait for the disk while a checkpoint is synced, or for the interpreter if each entry woke
-    a thread.
-    """
-
-    def __init__(self, path: Path, also: Callable[[], None] = lambda: None) -> None:
-        """Write to `path`; `also` is called each time, in the same thread."""
-        self.path, self._also = path, also
-        self._file = LineFile(path, "what MLflow is to show is kept in memory, and a kill would lose it")
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="outbox", daemon=True)
-        self._thread.start()
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "what MLflow is to show is kept in memory, and a kill would lose it")
 
     def put(self, kind: str, /, **fields: Any) -> None:
-        """Add an entry. It never waits and never raises."""
+        """Add an entry. It never raises; what the disk does not take waits for the next one."""
         entry = {"at": time.time_ns() // 1_000_000, "kind": kind, **fields}
-        self._file.waiting.append(seal(json.dumps(plain(entry))))
-
-    def close(self, within_s: float = 10.0) -> bool:
-        """Write the rest in at most `within_s`; say whether everything is on disk."""
-        self._closing.set()
-        self._thread.join(within_s)
-        is_whole = not (self._thread.is_alive() or self._file.waiting)
-        if not is_whole:
-            log.warning("%s is not complete: the disk did not take all of it", self.path)
-        return is_whole
-
-    def _main(self) -> None:
-        is_last = False
-        while not is_last:
-            is_last = self._closing.wait(TRY_AGAIN_S if self._file.attempts.has_failed else WRITE_EVERY_S)
-            if self._file.waiting:
-                self._file.write(sync=is_last)  # before, whoever uploads them syncs
-            if not self._closing.is_set():
-                self._also()
+        self.waiting.append(seal(json.dumps(plain(entry))))
+        self.flush(sync=kind == ENDED)

@@ -15,9 +15,10 @@ from resilient_train import __version__
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.tree import put_together, taken_apart
 from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.durable.manifest import CANDIDATE, VERIFIED, Entry, Manifest
 from resilient_train.durable.progress import Progress
 from resilient_train.durable.resume import Resume, ResumePlan, Resumption, RunParts, incidents_of_damage
-from resilient_train.durable.store import CANDIDATE, VERIFIED, Entry, Manifest, Store
+from resilient_train.durable.store import Store
 from resilient_train.durable.tree_files import SerializedTree, gathered
 from resilient_train.durable.writer import Job, Writer
 from resilient_train.ground.errors import in_one_line, unusable
@@ -41,7 +42,7 @@ class Further(Protocol):
 
 class CheckpointKeeper:
     def __init__(self, config: DiskConfig, parts: RunParts, incidents: IncidentLog, how: Resume) -> None:
-        directory, history = incidents.directory, incidents.run_history
+        directory = incidents.directory
         self._config, self._parts, self.incident_log = config, parts, incidents
         self.progress = Progress(directory)
         self._commits = directory is not None  # this rank writes checkpoints
@@ -52,11 +53,9 @@ class CheckpointKeeper:
         common = parts.world.on_main(lambda: directory)
         self._writes, self._store = common is not None, Store(common or Path(os.devnull))
         self._writer = Writer()
-        self.resumption = Resumption(parts, history, self.progress, self._store, directory, how)
-        self.previous_samples_per_update = 0  # as in ResumePlan
-        # Ticks and steps of the newest verified checkpoints that were begun, the newest last; all ranks have the same.
-        self._begun: list[tuple[int, int]] = []
-        self._due_at_once = (-config.every, 0)  # in place of those that were demoted, or a candidate
+        self.resumption = Resumption(parts, incidents, self.progress, self._store, how)
+        self._begun = (0, 0)  # tick and step of the newest verified checkpoint that was begun, the same on all ranks
+        self._due_at_once = (-config.every, 0)  # in place of one that was demoted, or a candidate
         self.is_verified = True  # the state that the run was resumed from
         self._is_failing = False
         self._saving_incident = 0  # number of the newest one about checkpoints that cannot be saved
@@ -94,8 +93,7 @@ class CheckpointKeeper:
         may_write = self._commits or (self._writes and self._is_sharded)
         if not may_write or (snapshot := self._parts.ring.newest_verified()) is None:
             return
-        begun_tick = self._begun[-1][0] if self._begun else 0  # in ticks, which no rewind takes back
-        is_due = every and _tick(snapshot) - begun_tick >= every
+        is_due = every and _tick(snapshot) - self._begun[0] >= every  # in ticks, which no rewind takes back
         is_free = writer.writing is None
         if self._is_sharded and is_due:
             is_free = self._parts.world.on_main(lambda: writer.writing is None)
@@ -117,8 +115,8 @@ class CheckpointKeeper:
             self.wait()
         for one in self.further:
             one.distrust(since)
-        if self._begun:
-            self._begun = [one for one in self._begun if one[1] <= since] or [self._due_at_once]
+        if self._begun[1] > since:
+            self._begun = self._due_at_once
         try:
             if self._commits:
                 self._store.demote(since)
@@ -207,7 +205,6 @@ class CheckpointKeeper:
 
     def begin(self, plan: ResumePlan) -> None:
         """Load the checkpoint that the run resumes from. All ranks call this."""
-        self.previous_samples_per_update = plan.previous_samples_per_update
         if plan.path is not None:
             self._load(Entry.of(plan.path), plan.tick, resuming=True)
 
@@ -241,12 +238,12 @@ class CheckpointKeeper:
         # On ranks that write nothing, too: all take the same snapshots.
         self.is_verified = entry.kind != CANDIDATE
         begun = (max(tick, self._parts.clock.tick), self._parts.clock.step) if self.is_verified else self._due_at_once
-        self._begun = [begun] if is_own else []
+        self._begun = begun if is_own else (0, 0)
 
     def _path_of(self, snapshot: Snapshot) -> Path | None:
         """Return the path of a checkpoint that is as new."""
         usable = self._store.usable()
-        new = (one for one in usable if one.kind == VERIFIED and one.manifest and one.manifest.tick >= _tick(snapshot))
+        new = (one for one in usable if one.kind == VERIFIED and one.manifest.tick >= _tick(snapshot))
         return next((one.path for one in new), None)
 
     def _write_now(self, job: Job) -> Job:
@@ -270,7 +267,7 @@ class CheckpointKeeper:
         content = gathered(snapshot.parts, keep=self._commits) if self._is_sharded else snapshot.parts
         step, tick = snapshot.step, _tick(snapshot)
         if snapshot.verified:
-            self._begun = [*self._begun, (tick, step)][-self._config.keep :]  # older ones are pruned
+            self._begun = tick, step
         if not self._commits:
             return None
         persistent = {
@@ -295,11 +292,11 @@ class CheckpointKeeper:
             buffers = {name: one for name, one in content["buffers"].items() if name in self._persistent_names}
             exported = content["weights"] | {name: one for name, one in buffers.items() if one is not None}
             entry = store.write(manifest, content, exported, persistent)
-            self.incident_log.run_history.note("checkpoint_saved", step=step, tick=tick)
+            self.incident_log.note("checkpoint_saved", step=step, tick=tick)
             self._prune()  # it was read back before it was committed
             return entry
 
-        return Job(step, write, snapshot)
+        return Job(step, write)
 
     def _prune(self) -> None:
         reference = self._parts.checks.episode.reference

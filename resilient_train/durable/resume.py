@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from resilient_train.data.history import UpdateHistory
 from resilient_train.data.rows import no_watchdog
 from resilient_train.data.samples import Samples
 from resilient_train.durable import endings
+from resilient_train.durable.incident_log import IncidentLog
+from resilient_train.durable.manifest import DEMOTED, NO_MANIFEST, Damaged, Entry, Manifest
 from resilient_train.durable.progress import Doing, Progress
-from resilient_train.durable.run_history import RunHistory
-from resilient_train.durable.store import DEMOTED, Damaged, Entry, Manifest, Saved, Store
+from resilient_train.durable.store import Saved, Store
 from resilient_train.durable.tree_files import reshard
 from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, unusable
 from resilient_train.ground.secrets import masked
@@ -61,10 +62,9 @@ class ResumePlan:
 @dataclass
 class Resumption:
     parts: RunParts
-    history: RunHistory
+    history: IncidentLog
     progress: Progress
     store: Store
-    directory: Path | None
     how: Resume
     remembered: dict[str, Stateful] = field(default_factory=dict)  # by name, what does not rewind
     already_read: dict[Path, Saved] = field(default_factory=dict)
@@ -78,9 +78,10 @@ class Resumption:
         slicing = self.parts.samples.slicing  # as configured: it may change later
         self.samples_per_process = slicing.batch_size * slicing.accumulation
 
-    def plan(self, incidents: Sequence[Incident], crashes: int) -> ResumePlan:
+    def plan(self, crashes: int) -> ResumePlan:
         """Find the checkpoint to resume from; skip samples at which `crashes` processes in a row ended unexplained."""
         history, last = self.history, self.progress.last
+        incidents, directory = history.incidents, history.directory
         damaged: list[tuple[Entry, str]] = []
         self.store.sweep()
         entries = self.store.entries()
@@ -93,36 +94,35 @@ class Resumption:
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
             what = f"no usable checkpoint in {self.store.path}: {why}"
             raise TrainError(f"cannot resume: {what}. {self.how.fresh} starts a new run")
-        manifest = entry.manifest if entry is not None else None
+        manifest = entry.manifest if entry is not None else NO_MANIFEST
         step = entry.step if entry else self.parts.clock.step  # 0, or what a trainer has made by its own checkpoint
         found = incidents_of_damage(damaged, step)
         skipped, span = None, last.stop - last.start
         is_updating = last.doing is Doing.UPDATING
-        is_explained = self.directory is not None and endings.failure(self.directory, in_training=True)
+        is_explained = endings.failure(directory, in_training=True)
         if not is_explained and (is_updating or last.doing is Doing.HUNG) and span > 0:
             times = history.note_process_end(last.tick, last.start, last.stop)
             skipped = (last.start, last.stop) if times >= crashes else None
         if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
-            tick = manifest.tick if manifest else 0
+            tick = manifest.tick
             # Attempts without a verdict are lost, too; what was refused or undone before is in those incidents.
             counted = sum(one.steps_lost for one in incidents if one.anomaly.tick > tick)
             lost = last.tick - tick - counted if tick or not step else last.step - step
-            found.append(self._crash(step, max(0, lost), skipped, incidents))
+            found.append(self._crash(step, max(0, lost), skipped))
         return ResumePlan(
             path=entry.path if entry else None,
             tick=last.tick,
-            effects=history.effects_with(manifest.effects if manifest else {}),
+            effects=history.effects_with(manifest.effects),
             found=tuple(found),
             incidents=tuple(incidents),
             skipped=skipped,
             previous_samples_per_update=self._samples_to_keep(manifest),
         )
 
-    def _samples_to_keep(self, manifest: Manifest | None) -> int:
+    def _samples_to_keep(self, manifest: Manifest) -> int:
         """The samples of an update in earlier processes, if only the number of processes has changed since; else 0."""
-        if manifest is None or manifest.each != self.samples_per_process:
-            return 0
-        return manifest.samples if manifest.samples != self.parts.samples.slicing.samples else 0
+        has_changed = manifest.samples != self.parts.samples.slicing.samples
+        return manifest.samples if has_changed and manifest.each == self.samples_per_process else 0
 
     def newest_readable(self, entries: Iterable[Entry], damaged: list[tuple[Entry, str]]) -> Entry | None:
         """The first checkpoint that verifies and fits this run; those before it are added to `damaged`."""
@@ -142,7 +142,7 @@ class Resumption:
         if entry.path in self.already_read:
             return self.already_read.pop(entry.path)
         parts, manifest = self.parts, entry.manifest
-        if manifest is None:
+        if entry.damage:
             raise Damaged(entry.damage)
         live, samples, each = parts.state.live(), parts.samples.slicing.samples, self.samples_per_process
         saved = Store.load(entry, parts.world.device, live["weights"])
@@ -162,7 +162,6 @@ class Resumption:
     def load(self, entry: Entry, *, resuming: bool) -> None:
         """Load a checkpoint into the run; if `resuming`, also what does not rewind."""
         run, manifest, saved = self.parts, entry.manifest, self._read(entry)
-        assert manifest is not None
         made, parts = f"{entry.path}, written by {manifest.made_by}", _resharded(run.state, saved.parts)
         if resuming and any(key.startswith(("optimizer.", "schedule.")) for key in self.how.changed):
             fresh = run.state.live()  # schedules as they are configured now
@@ -211,20 +210,12 @@ class Resumption:
         history.note("taken_up_from", source=masked(str(source)))
         return entry
 
-    def _crash(
-        self, step: int, lost: int, skipped: tuple[int, int] | None, incidents: Sequence[Incident]
-    ) -> ProcessIncident:
+    def _crash(self, step: int, lost: int, skipped: tuple[int, int] | None) -> ProcessIncident:
         last = self.progress.last
         has_hung = last.doing is Doing.HUNG
         at = {"step": last.step} if last.doing is Doing.BETWEEN else {"update": last.step + 1}
         evidence = fact("died", **at, silent=not has_hung, skipped=bool(skipped))
-        rows: Sequence[int] = ()
-        if skipped:
-            rows = self.parts.samples.rows_at(*skipped)
-            # Each epoch combines other rows to an update: those that were there at every crash are to blame.
-            earlier = [one for one in incidents if one.anomaly.signal in (Signal.CRASH, Signal.HANG)]
-            common = [sorted({*rows} & {*one.diagnosis.rows}) for one in earlier]
-            rows = min([one for one in common if one], key=len, default=rows)
+        rows = self.parts.samples.rows_at(*skipped) if skipped else ()
         advice = fact("died_twice", rows=[*rows]) if rows else ()
         signal = Signal.HANG if has_hung else Signal.CRASH
         remedy = "skip" if skipped else "go_on"

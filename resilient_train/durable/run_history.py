@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-import time
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import StrEnum
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from resilient_train.durable.journal import JOURNAL, Entry, Journal, plain, read
-from resilient_train.ground.errors import in_one_line
+from resilient_train.durable.journal import JOURNAL, Entry, plain, read
 from resilient_train.ground.reader import hints
 from resilient_train.ground.secrets import masked_tree
 from resilient_train.ground.types import TRIAL, Action, Anomaly, Decision, Diagnosis, Facts, Incident, Tried, fact
-from resilient_train.ground.wording import known_of, log, say
+from resilient_train.ground.wording import known_of, say
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"  # kinds of entries
 AGAIN = "incident_again"  # an update more that an incident counts
@@ -34,13 +31,11 @@ class Chapter:
 
 
 class RunHistory:
-    """Folds the entries of a journal; without one it lasts as long as the process."""
+    """Folds the entries of a journal."""
 
-    def __init__(self, entries: Iterable[Entry] = (), journal: Journal | None = None) -> None:
-        self._journal = journal
-        self.sinks: list[Any] = []  # an `extensions.Sink` each
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self.chapters: dict[int, Chapter] = {}  # by the number of the incident
-        self.open: dict[int, Incident] = {}  # those without an outcome
+        self.open_by_id: dict[int, Incident] = {}  # those without an outcome
         self.effects: dict[str, Any] = {}  # of remedies, as they were noted last
         self.has_saved = False  # a checkpoint was ever committed
         self.sources: set[str] = set()  # paths that the user told the run to resume from
@@ -56,45 +51,6 @@ class RunHistory:
     @property
     def incidents(self) -> list[Incident]:
         return [chapter.incident for chapter in self.chapters.values()]
-
-    def note(self, kind: str, /, **fields: Any) -> None:
-        """Write an entry, and keep what `recall` knows of it. Fields that are None are left out."""
-        fields = {name: value for name, value in fields.items() if value is not None}
-        self.recall({"kind": kind, "at": time.time_ns() // 1_000_000, **fields})
-        if self._journal is not None:
-            lines = {name: as_line(one) if isinstance(one, Incident) else one for name, one in fields.items()}
-            self._journal.write(kind, **lines)
-        if self.sinks:
-            self.tell(
-                kind, **{name: in_words(one) if isinstance(one, Incident) else one for name, one in fields.items()}
-            )
-
-    def tell(self, kind: str, **fields: Any) -> None:
-        """Hand an event to the sinks. One that fails gets no more: it is no reason to end a run."""
-        for sink in [*self.sinks]:
-            try:
-                sink.write({"kind": kind, **fields})
-            except Exception as error:
-                self.sinks.remove(sink)
-                log.error("%s failed, and gets no more of this run: %s", type(sink).__name__, in_one_line(error))
-
-    def close_sinks(self) -> None:
-        """The run is over."""
-        for sink in self.sinks:
-            try:
-                sink.close()
-            except Exception as error:
-                log.error("%s could not be closed: %s", type(sink).__name__, in_one_line(error))
-        self.sinks.clear()
-
-    def note_process_end(self, tick: int, start: int, stop: int) -> int:
-        """Note which samples were in use when a process ended; return how many processes in a row ended at these."""
-        self.note("process_ended", tick=tick, start=start, stop=stop)
-        return len(list(takewhile(lambda one: one == (start, stop), reversed(self._endings.values()))))
-
-    def note_drill_fired(self, number: int, name: str, tick: int) -> None:
-        """Note that a drill is about to fire. Before it does: a crash would fire again after every restart."""
-        self.note("drill_fired", drill=number, name=name, tick=tick)
 
     def recall(self, entry: Entry) -> None:
         """Take in an entry. Raises ValueError if it is about an incident that cannot be read."""
@@ -143,9 +99,9 @@ class RunHistory:
         incident = chapter.incident
         self.chapters[incident.id] = chapter
         if incident.outcome is None:
-            self.open[incident.id] = incident
+            self.open_by_id[incident.id] = incident
         else:
-            self.open.pop(incident.id, None)
+            self.open_by_id.pop(incident.id, None)
 
     def adopt(self, incidents: Iterable[Incident]) -> None:
         """Take in what happened to incidents without noting it: a rank without a journal takes those of rank 0."""

@@ -9,12 +9,8 @@ checkpoints/step-00000400/manifest.json         which state it holds, and the sh
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,102 +20,23 @@ from safetensors.torch import load_file
 from torch import nn
 
 from resilient_train.durable.endings import CHECKPOINTS, DEMOTED_END
-from resilient_train.durable.journal import seal, unseal
+from resilient_train.durable.manifest import (
+    CANDIDATE,
+    MANIFEST,
+    VERIFIED,
+    WEIGHTS,
+    Damaged,
+    Entry,
+    Manifest,
+    entries_of,
+    sealed,
+    verify,
+)
 from resilient_train.durable.tree_files import NAMES, SerializedTree, chunks, load_tree
 from resilient_train.durable.tree_files import gathered as gathered_tree
 from resilient_train.ground import files
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.wording import log
-
-MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
-VERIFIED, CANDIDATE, DEMOTED = "verified", "candidate", "demoted"
-
-
-_FORMAT = 6
-_NAME = re.compile(r"step-(\d{8,18})(-\d+)?(\.demoted)?")
-
-
-class Damaged(ValueError):
-    """A checkpoint is not what was written. The message is one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    kind: str  # verified; candidate: not verified yet
-    step: int
-    tick: int
-    samples: int  # of an update, over all processes and micro-batches
-    each: int  # samples of a process, as configured; samples / world, unless the number of processes changed
-    made_by: str
-    effects: dict[str, Any]  # of remedies: knobs, skipped samples, patched lines, rows in quarantine
-    groups: list[Any]  # the configured settings of each optimizer's parameter groups
-    files: dict[str, dict[str, Any]]  # size and digest of each
-
-
-def read(checkpoint: Path) -> Manifest:
-    """Read only the manifest of a checkpoint. Raises Damaged."""
-    with _cannot_be_read(MANIFEST):
-        node = unseal((checkpoint / MANIFEST).read_bytes().removesuffix(b"\n"))
-    if node is None or node.pop("format", None) != _FORMAT:
-        raise Damaged(f"{MANIFEST} is damaged, or of another version")
-    try:
-        return Manifest(**node)
-    except TypeError as error:
-        raise Damaged(f"{MANIFEST} is not a manifest") from error
-
-
-def verify(checkpoint: Path) -> Manifest:
-    """Compare the files of a checkpoint with its manifest. Raises Damaged."""
-    manifest = read(checkpoint)
-    for name, written in manifest.files.items():
-        with _cannot_be_read(name), open(checkpoint / name, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != written["sha256"]:
-                raise Damaged(f"{name} is not what was written")
-    return manifest
-
-
-@contextlib.contextmanager
-def _cannot_be_read(name: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise Damaged(f"{name} cannot be read: {error.strerror}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A checkpoint on disk: its manifest, or why that cannot be read. The other files may be damaged all the same."""
-
-    path: Path
-    manifest: Manifest | None
-    damage: str = ""
-
-    @classmethod
-    def of(cls, path: Path) -> Entry:
-        try:
-            return cls(path, read(path))
-        except Damaged as why:
-            return cls(path, None, str(why))
-
-    @property
-    def kind(self) -> str:
-        if self.manifest is None:
-            return ""
-        return DEMOTED if self.path.suffix == DEMOTED_END else self.manifest.kind
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step if self.manifest is not None else 0
-
-    @property
-    def is_usable(self) -> bool:
-        return self.kind in (VERIFIED, CANDIDATE)
-
-    @property
-    def age(self) -> tuple[bool, int, int, str]:
-        """The tick, which never goes back, then step and name. Without a manifest it comes first, to be reported."""
-        tick = self.manifest.tick if self.manifest is not None else 0
-        return self.manifest is None, tick, self.step, self.path.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +50,7 @@ class Store:
         self.path = run_dir / CHECKPOINTS
 
     def entries(self) -> list[Entry]:
-        """List all checkpoints, the latest first; only manifests are read."""
-        paths: list[Path] = []
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            paths += [path for path in self.path.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(map(Entry.of, paths), key=lambda one: one.age, reverse=True)
+        return entries_of(self.path.parent)
 
     def usable(self) -> list[Entry]:
         return [one for one in self.entries() if one.is_usable]
@@ -164,7 +77,7 @@ class Store:
         try:
             written = tree.write(new) | {WEIGHTS: files.write_file(new / WEIGHTS, chunks(exported))}
             manifest = replace(manifest, files=written)
-            files.write_file(new / MANIFEST, [seal(json.dumps({"format": _FORMAT, **asdict(manifest)}))])
+            files.write_file(new / MANIFEST, [sealed(manifest)])
             verify(new)
             names = files.siblings(self.path / f"step-{manifest.step:08}")  # a run comes to a step again after a rewind
             path = next(one for one in names if not (one.exists() or _demoted(one).exists()))
@@ -227,9 +140,6 @@ def _demoted(path: Path) -> Path:
     return path.with_name(path.name + DEMOTED_END)
 
 
-_PIECE = 2**22  # bytes that are copied at a time
-
-
 def gathered(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
     """All weights and persistent buffers of an unwrapped model, full ones. All ranks call this for a sharded model."""
     return gathered_tree(_tensors(model), keep=keep)  # type: ignore[no-any-return]
@@ -264,21 +174,3 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     persistent = model.state_dict(keep_vars=True).keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {**dict(model.named_parameters()), **buffers}
-
-
-class NotExportable(ValueError):
-    """There is nothing to export, or the target cannot be written. The message is one line."""
-
-
-def export_weights(checkpoint: Path, to: Path) -> Manifest:
-    """Copy the weights of a checkpoint to a new file. Raises NotExportable or Damaged."""
-    if to.exists():
-        raise NotExportable(f"{to} is there already: --weights makes a new file")
-    manifest = verify(checkpoint)
-    try:
-        to.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with open(checkpoint / WEIGHTS, "rb") as file:
-            files.commit(to, iter(partial(file.read, _PIECE), b""))
-    except OSError as error:
-        raise NotExportable(f"{to} cannot be written: {error.strerror or error}") from error
-    return manifest

@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from resilient_train.core.ring import Snapshot
-from resilient_train.durable.store import Entry
+from resilient_train.durable.manifest import Entry
 from resilient_train.ground.files import at_disk
 
 
@@ -19,7 +18,6 @@ class Job:
 
     step: int
     write: Callable[[], Entry | None]  # None: it was not a checkpoint
-    snapshot: Snapshot | None = None  # that it reads
     began: float | None = None  # when, on the monotonic clock
     entry: Entry | None = None  # the checkpoint that it wrote
     error: Exception | None = None

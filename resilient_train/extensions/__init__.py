@@ -56,7 +56,7 @@ class Extension:
 
     @classmethod
     def configured(cls, node: Any, steps: int, history: Any) -> Extension:
-        """Make it for a run of the command: `node` is its configuration, `history` a `RunHistory`."""
+        """Make it for a run of the command: `node` is its configuration, `history` an `IncidentLog`."""
         return cls()
 
     def wrapped(self, dataset: Any) -> Any:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from resilient_train.durable.journal import commit_json
-from resilient_train.durable.store import WEIGHTS, gathered
+from resilient_train.durable.manifest import WEIGHTS
+from resilient_train.durable.store import gathered
 from resilient_train.durable.tree_files import NAMES, chunks
 from resilient_train.extensions import Extension
 from resilient_train.ground import files

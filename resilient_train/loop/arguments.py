@@ -320,11 +320,11 @@ def check_data(data_changed: str, samples: Samples, incident_log: IncidentLog, w
     key = "data_changed" if is_own_loop else "run.data_changed"
     if not samples.rows:
         return
-    history, dataset = incident_log.run_history, samples.dataset  # type: ignore[attr-defined]
+    dataset = samples.dataset  # type: ignore[attr-defined]
 
     def read() -> str:
-        how = change(history.data_sample, dataset) if history.data_sample is not None else ""
-        if how and history.has_saved and data_changed == "refuse":
+        how = change(incident_log.data_sample, dataset) if incident_log.data_sample is not None else ""
+        if how and incident_log.has_saved and data_changed == "refuse":
             choice = f"give the run its own data, or begin another run; {key}=accept resumes with the data as it is"
             raise unusable("data", f"the data set changed since the run began: {how}: {choice}")
         return how
@@ -332,7 +332,7 @@ def check_data(data_changed: str, samples: Samples, incident_log: IncidentLog, w
     how = world.on_main(read)  # which raises an error of rank 0 on all ranks
     if how:
         log.warning("data: the data set changed since the run began, and is used as it is: %s", how)
-        history.data_sample = None  # it is sampled again
+        incident_log.data_sample = None  # it is sampled again
 
 
 def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:

@@ -236,7 +236,7 @@ class Guard(EngineGuard):
             is_shown = is_own_loop and (home.tracking is not None or bool(run.sinks))
             self._is_shown = world.least(-float(is_shown)) < 0  # on any rank: all average its numbers
             if world.is_main:
-                incidents.run_history.sinks += run.sinks
+                incidents.sinks += run.sinks
             super().__init__(
                 *(run, run.recovery, backend, marks, keeper, seeds),
                 fetch=self.process.next_update,
@@ -278,9 +278,6 @@ class Guard(EngineGuard):
         """Resume the run of the run directory, if there is one: after `keep`. Otherwise `batches` does it."""
         self._owes_resume = False
         resumed = self.process.resume()
-        if self._recovery.observes:
-            self.reporter.place.incident_log.resume_observed(self.clock.step)
-        self.process.keep_samples_per_update()
         self._checks.episode.resumed(self.clock.step)
         self.seeds.between(self.samples.position)
         return resumed

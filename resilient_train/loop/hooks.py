@@ -73,10 +73,10 @@ class HealthyUpdates(Hook):
     def _note_rows(self, update: Transaction) -> None:
         """Note once what the data set looks like, so that a resume notices when it has changed."""
         log, keys = self._keeper.incident_log, update.update.keys
-        if log.directory is not None and log.run_history.data_sample is None and keys:
+        if log.directory is not None and log.data_sample is None and keys:
             rows = [key.row for some in keys for key in some]
             sample = fingerprint(self._parts.samples.dataset, rows)  # type: ignore[attr-defined]
-            log.run_history.note("data_seen", sample=sample)
+            log.note("data_seen", sample=sample)
 
 
 def snapshots_in_words(ring: Ring, state: RunState) -> str:

@@ -194,7 +194,7 @@ class RunReporter:
 
     def __post_init__(self) -> None:
         self.tracker = self.place.tracker
-        self._history.sinks.append(self.tracker)
+        self.place.incident_log.sinks.append(self.tracker)
 
     # During the run.
 
@@ -211,9 +211,10 @@ class RunReporter:
         with suppress(OSError):  # the disk is full
             Loop(steps, place.resumes, settings, is_trainers).write(directory)
         if is_new and place.tracking is not None:  # else the tracker is at work, and two would write to one file
-            self._history.sinks[:] = [one for one in self._history.sinks if one is not self.tracker]
+            sinks = self.place.incident_log.sinks
+            sinks[:] = [one for one in sinks if one is not self.tracker]
             self.tracker = tracking.build(place.tracking, directory, directory.parent, settings)
-            self._history.sinks.append(self.tracker)
+            sinks.append(self.tracker)
 
     def start_lap(self) -> None:
         self._lap_started = time.perf_counter()
@@ -247,12 +248,12 @@ class RunReporter:
         if values is None:
             self._lap()
         else:
-            self._history.tell(METRICS, tick=self._reported_tick, values=dict(values))
+            self.place.incident_log.tell(METRICS, tick=self._reported_tick, values=dict(values))
 
     def note_evaluation(self, metrics: Mapping[str, float]) -> None:
         self.evaluated = dict(metrics)
         values = {f"eval/{name}": value for name, value in metrics.items()}
-        self._history.tell(METRICS, tick=self.clock.tick, values=values)
+        self.place.incident_log.tell(METRICS, tick=self.clock.tick, values=values)
         if self._ending is not None and not self._is_over:  # many evaluate after the loop
             self._ending.eval = self.evaluated
             write_summary(self._ending, self.directory)
@@ -277,7 +278,7 @@ class RunReporter:
             steps=self.clock.step,
             ticks=self.clock.tick,
             steps_lost=self.clock.tick - self.clock.step,
-            trial_updates=int(incident_log.run_history.effects.get("trials", {}).get("updates", 0)),
+            trial_updates=int(incident_log.effects.get("trials", {}).get("updates", 0)),
             final_loss=self.updates.recent_loss,
             first_loss=self.updates.first_loss,
             best_level=None if best is None else {"from": best.start, "to": best.stop, "loss": best.level},
@@ -310,7 +311,7 @@ class RunReporter:
         if is_lost:
             ended = replace(ended, failure=endings.failure(place.directory))
         self._ending = ending = self.summary(ended, time.monotonic() - self._began, digests)
-        self._history.tell("end", summary=asdict(ending))
+        self.place.incident_log.tell("end", summary=asdict(ending))
         if is_only_told:
             total = ending.incidents["total"]
             log.info("%s", say(fact("unwritten", verdict=ending.verdict, steps=ending.steps, total=total)))
@@ -337,14 +338,14 @@ class RunReporter:
         self.place.incident_log.close_files()
         if self._ending.status == "completed":
             log.info("%s", completed(self._ending))
-        print_review(self.directory, self.place.incident_log.run_history)
+        print_review(self.directory, self.place.incident_log)
         finish_uploads(self.tracker, self._ending, self.directory)
 
     def closed(self, error: BaseException | None, planned: int | None, *, is_writing: bool = False) -> None:
         """Report that the caller closed the loop, perhaps by an error; the directory is free unless it `is_writing`."""
         error = None if isinstance(error, GeneratorExit) else error
         self._finish(RunFacts(error=error, is_closed=True, planned=planned or 0))
-        self._history.close_sinks()
+        self.place.incident_log.close_sinks()
         if is_writing:
             return
         self.progress.close()
@@ -371,11 +372,7 @@ class RunReporter:
             endings.note_failure(self.directory, self.place.rank, "left its loop, without an error", in_training=True)
         # The directory stays locked until the process has ended: something may still be written.
         self._finish(RunFacts(error=error, is_closed=False))
-        self._history.close_sinks()
-
-    @property
-    def _history(self) -> RunHistory:
-        return self.place.incident_log.run_history
+        self.place.incident_log.close_sinks()
 
     @property
     def directory(self) -> Path:

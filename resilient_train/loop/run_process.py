@@ -59,10 +59,9 @@ class RunProcess:
     def resume(self) -> bool:
         """Resume from the newest checkpoint that verifies; False if there is none."""
         parts, controls, incident_log = self._run, self._run.controls, self._incident_log
-        make_plan = partial(self._keeper.resumption.plan, incident_log.incidents, parts.policy.crashes)
-        plan = parts.world.on_main(make_plan)
+        plan = parts.world.on_main(partial(self._keeper.resumption.plan, parts.policy.crashes))
         if not parts.world.is_main:
-            incident_log.run_history.adopt(plan.incidents)
+            incident_log.adopt(plan.incidents)
         self._keeper.begin(plan)
         try:
             controls.effects.load_state_dict(plan.effects)
@@ -72,20 +71,17 @@ class RunProcess:
         for found in plan.found:
             if plan.skipped is not None and found.remedy == "skip":
                 parts.samples.skip(*plan.skipped)
-                if 0 < len(found.rows) < parts.samples.slicing.samples // 2:
-                    # Few rows were in both updates that ended the process.
-                    parts.leave_out(found.rows, found.advice, incident_log.next_id)
             controls.note(partial(self._keeper.note_incident, found))
         if controls.effects.has_dropped:
             controls.note()
         if parts.clock.tick:  # so that the same samples are not blamed twice for one end of the process
             self._keeper.progress.turned_to(Doing.BETWEEN)
+        if plan.previous_samples_per_update:
+            self._keep_samples_per_update(plan.previous_samples_per_update)
         return plan.path is not None
 
-    def keep_samples_per_update(self) -> None:
+    def _keep_samples_per_update(self, samples: int) -> None:
         """Make updates of as many samples as the previous processes did."""
-        if not (samples := self._keeper.previous_samples_per_update):
-            return
         now, size = self._run.samples.slicing, self._run.world.size
         sliced = now.for_samples(samples)
         if sliced is None or (sliced != now and not self._run.slice_as(sliced)):

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from resilient_train.durable import endings
 from resilient_train.durable.endings import Status, Summary, resumes, status_of
 from resilient_train.durable.journal import JOURNAL, read
+from resilient_train.durable.manifest import VERIFIED, Entry, entries_of
 from resilient_train.durable.progress import position_of
 from resilient_train.durable.run_history import Chapter, RunHistory
 from resilient_train.ground import wording
@@ -32,16 +33,6 @@ _OVER = (Outcome.RECOVERED, Outcome.RECURRED)
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    step: int
-    path: Path  # absolute
-    kind: str  # verified; candidate: not yet verified; best: verified weights with the least evaluation loss
-    tick: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    remedies: Mapping[str, Any] = field(default_factory=dict)  # active when it was written
-
-
 @dataclass(frozen=True, kw_only=True)
 class Story(Status):
     directory: Path  # absolute
@@ -49,9 +40,9 @@ class Story(Status):
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
     steps: int | None = None  # planned
-    last_good: Checkpoint | None = None  # the newest verified one
-    newest: Checkpoint | None = None  # that a resume would load: the same, or a later candidate
-    best: Checkpoint | None = None  # weights alone
+    last_good: Entry | None = None  # the newest verified one
+    newest: Entry | None = None  # that a resume would load: the same, or a later candidate
+    best: Mapping[str, Any] | None = None  # the path and step of verified weights, and the metrics of their evaluation
     remedies: Mapping[str, Any] = field(default_factory=dict)  # active, as they were last written down
     drills: Sequence[Facts] = ()  # that have fired
     loop: endings.Loop | None = None  # of the caller; None for a run of the command
@@ -83,7 +74,9 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
     except OSError as error:
         raise TrainError(f"{run_dir / JOURNAL} cannot be read: {error.strerror or error}") from error
     found = tuple(history.chapters.values())
-    checkpoints, loop, position = checkpoints_of(run_dir), endings.loop_of(run_dir), position_of(run_dir)
+    loop, position = endings.loop_of(run_dir), position_of(run_dir)
+    checkpoints = [one for one in entries_of(run_dir) if one.is_usable]
+    newest = next(iter(checkpoints), None)
     step, tick = facts.summary.get("steps", position.step), facts.summary.get("ticks", position.tick)
     planned = endings.settings_of(run_dir).get("steps") if loop is None else loop.steps
     status = status_of(replace(facts, incidents=[one.incident for one in found], step=step))
@@ -94,42 +87,22 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
         step=step,
         tick=max(tick, step),
         steps=planned if type(planned) is int else None,
-        last_good=next((one for one in checkpoints if one.kind == "verified"), None),
-        newest=next(iter(checkpoints), None),
+        last_good=next((one for one in checkpoints if one.kind == VERIFIED), None),
+        newest=newest,
         best=_best_of(run_dir),
-        remedies=history.effects_with(checkpoints[0].remedies if checkpoints else {}),
+        remedies=history.effects_with(newest.manifest.effects if newest else {}),
         drills=tuple(history.drills.values()),
         loop=loop,
         resumes=resumes(run_dir),
     )
 
 
-def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
-    """List what a resume may load, the latest first. Only manifests are read."""
-    paths = run_dir.absolute().glob(f"{endings.CHECKPOINTS}/step-*")
-    found = filter(None, (_checkpoint(path) for path in paths if path.suffix != endings.DEMOTED_END))
-    return sorted(found, key=lambda one: (one.tick, one.step, one.path.name), reverse=True)
-
-
-def _best_of(run_dir: Path) -> Checkpoint | None:
+def _best_of(run_dir: Path) -> dict[str, Any] | None:
     path = run_dir / "best"
     match read_json(path / "best.json"):
         case {"step": int(step), **metrics} if (path / "weights.safetensors").is_file():
             numbers = {str(name): one for name, one in metrics.items() if isinstance(one, float) and isfinite(one)}
-            return Checkpoint(step, path, "best", metrics=numbers)
-    return None
-
-
-def _checkpoint(path: Path) -> Checkpoint | None:
-    """Read a manifest; None if it is demoted or damaged. Its files are verified by a resume, and by `checkpoints`."""
-    match read_json(path / "manifest.json"):
-        case {
-            "kind": "verified" | "candidate" as kind,
-            "step": int(step),
-            "tick": int(tick),
-            "effects": dict(remedies),
-        } if min(step, tick) >= 0:
-            return Checkpoint(step, path, kind, tick, remedies=remedies)
+            return {"path": path, "step": step, "metrics": numbers}
     return None
 
 
@@ -275,12 +248,16 @@ def left(story: Story) -> list[str]:
         "drills": ", ".join(shortened([*map(say, story.drills)], _MOST_LEFT)),
         "active": "; ".join(shortened(active_remedies(story.remedies), _MOST_LEFT)),
         "weights": weights if story.is_complete and weights.is_file() else None,
-        "best": story.best and asdict(story.best),
-        "last_good": asdict(story.last_good) if story.last_good and story.last_good != story.newest else None,
-        "newest": story.newest and asdict(story.newest),
+        "best": story.best,
+        "last_good": _named(story.last_good) if story.last_good != story.newest else None,
+        "newest": _named(story.newest),
         "next": next_start(story),
     }
     return [fill(words, values) for kind, words in LEFT.items() if values[kind]]
+
+
+def _named(one: Entry | None) -> dict[str, Any] | None:
+    return None if one is None else {"path": one.path, "step": one.step, "kind": one.kind}
 
 
 def active_remedies(remedies: Mapping[str, Any]) -> list[str]:

@@ -38,9 +38,6 @@ class TrackingConfig:
 class Tracker:
     """Takes what is worth showing; only `finish` may wait, and no call raises. This one shows nothing."""
 
-    def begin(self) -> object:
-        """Say that the first update has landed: from now on tracking may use the CPU."""
-
     def write(self, event: Mapping[str, Any]) -> None:
         """Take an event, as any sink does."""
 
@@ -62,23 +59,23 @@ class OutboxTracker(Tracker):
         self._has_begun = False
         self._logged = set[str]()
         self._trouble = ""  # the newest
-        self._outbox = Outbox(directory / OUTBOX, self._look_after_uploader)  # now: at an exit no thread can be started
+        self._outbox = Outbox(directory / OUTBOX)
 
-    def begin(self) -> Outbox:
+    def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._outbox.put(BEGAN, key=uuid4().hex, params=self._params)
-        return self._outbox
 
     def write(self, event: Mapping[str, Any]) -> None:
         if event["kind"] == METRICS:  # all else is in the journal, which the uploader reads
-            self.begin().put(METRICS, tick=event["tick"], values=event["values"])
+            self._begin()
+            self._outbox.put(METRICS, tick=event["tick"], values=event["values"])
+            self._look_after_uploader()
 
     def finish(self) -> dict[str, Any] | None:
-        outbox = self.begin()
-        outbox.put(ENDED)
+        self._begin()
+        self._outbox.put(ENDED)
         try:
-            outbox.close()
             trouble = self._finish_uploads()
         except subprocess.TimeoutExpired as error:
             self._report(error.output or b"")
@@ -106,12 +103,8 @@ class OutboxTracker(Tracker):
             return self._trouble
         return None
 
-    # -- in the thread of the outbox -----------------------------------------------------------------------------------
-
     def _look_after_uploader(self) -> None:
-        """Start the process, and log what it says. If it dies, `finish` or a person uploads the rest."""
-        if not self._has_begun:
-            return
+        """Start the process, or log what it says, without a wait. If it dies, `finish` or a person uploads the rest."""
         if self.uploader is None:
             self._start_uploader()
         elif self.uploader.stdout is not None:

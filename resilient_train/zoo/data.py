@@ -9,7 +9,6 @@ import sysconfig
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -82,29 +81,18 @@ def synthetic(
     split: str = "train",
     features: int = 64,
     classes: int = 10,
-    context: int = 64,
-    vocab: int = 256,
     seed: int = 0,
-) -> Any:
+) -> TensorDataset:
     """Make learnable rows from a fixed random teacher: the first ones are the same, however many there are.
 
     `kind="classification"`: (float features, class), the largest score of a random two-layer network.
     `kind="regression"`: (float features, float target), the output of such a network, with a spread of about 1.
-    `kind="tokens"`: {"input_ids": LongTensor[context + 1]} from a Markov chain with four successors to a token.
     """
     _check_split(split)
     stream = 1 if split == "train" else 3
     teacher, clean, noisy = (np.random.default_rng([seed, number]) for number in (9, stream, stream + 1))
-    if kind == "tokens":
-        successors = teacher.integers(vocab, size=(vocab, 4))
-        draws = clean.random((rows, context + 1))
-        ids = np.empty((rows, context + 1), dtype=np.int32)
-        ids[:, 0] = draws[:, 0] * vocab
-        for t in range(1, context + 1):
-            ids[:, t] = successors[ids[:, t - 1], (draws[:, t] * 4).astype(int)]
-        return TokenRows(torch.from_numpy(ids))
     if kind not in ("classification", "regression"):
-        raise ValueError(f"kind must be classification, regression or tokens, got {kind!r}")
+        raise ValueError(f"kind must be classification or regression, got {kind!r}")
     outputs, hidden = (classes if kind == "classification" else 1), 32
     first = teacher.standard_normal((features, hidden), dtype=np.float32) / features**0.5
     second = teacher.standard_normal((hidden, outputs), dtype=np.float32) / hidden**0.5

@@ -39,7 +39,7 @@ def write(run_dir: Path, *met: Incident, summary: dict[str, object] | None = Non
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.yaml").write_text("run: {steps: 300}\n")
     book = IncidentLog(run_dir)
-    book.run_history.note("began", processes=1, samples=32)
+    book.note("began", processes=1, samples=32)
     for one in met:
         book.add(replace(one, outcome=None))
         book.record_treatment(replace(one, outcome=None))

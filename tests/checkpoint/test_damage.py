@@ -21,8 +21,9 @@ from kills import incidents, summary
 from safetensors.torch import load_file
 
 from resilient_train.command import checkpoints
-from resilient_train.durable import store as manifests
-from resilient_train.durable.store import MANIFEST, WEIGHTS, Damaged, Entry, Store
+from resilient_train.durable import manifest as manifests
+from resilient_train.durable.manifest import MANIFEST, WEIGHTS, Damaged, Entry
+from resilient_train.durable.store import Store
 from resilient_train.durable.tree_files import TENSORS, TREE
 
 IN_THE_SUITE = 14
@@ -99,7 +100,7 @@ def found(run_dir: Path) -> tuple[Path | None, list[str]]:
     store.sweep()
     for entry in store.entries():
         try:
-            if entry.manifest is None:
+            if entry.damage:
                 raise Damaged(entry.damage)
             manifests.verify(entry.path)
             Store.load(entry, CPU, {})

@@ -15,7 +15,7 @@ from command import command
 from kills import incidents as listed
 from kills import left_overs
 
-from resilient_train.durable import store as manifests
+from resilient_train.durable import manifest as manifests
 from resilient_train.durable.journal import read
 from resilient_train.durable.store import Store
 

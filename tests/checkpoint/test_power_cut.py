@@ -14,7 +14,8 @@ from power import FATES, Careless, Power, PowerCut
 
 from resilient_train.durable.endings import Summary
 from resilient_train.durable.journal import Journal, read
-from resilient_train.durable.store import CANDIDATE, DEMOTED, Store
+from resilient_train.durable.manifest import CANDIDATE, DEMOTED
+from resilient_train.durable.store import Store
 from resilient_train.ground import files
 from resilient_train.ground.files import is_left_over
 

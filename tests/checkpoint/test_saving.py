@@ -19,7 +19,8 @@ from guarded import mse, often, sums
 from kills import Nursery, checkpoints, in_journal, incidents, left_overs, summary, taken_up_at
 from torch import Tensor, nn
 
-from resilient_train.durable.store import WEIGHTS, Entry, Store
+from resilient_train.durable.manifest import WEIGHTS, Entry
+from resilient_train.durable.store import Store
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.loop.guard import Guard

@@ -16,7 +16,7 @@ import resilient_train
 from resilient_train.command import examine as command
 from resilient_train.command.build import model_of
 from resilient_train.command.config.compose import load
-from resilient_train.durable.store import WEIGHTS
+from resilient_train.durable.manifest import WEIGHTS
 from resilient_train.ground.types import Cause
 
 

@@ -62,9 +62,11 @@ KNOWN_TO = {
 }
 WITHOUT_TORCH = {
     *(f"ground/{name}.py" for name in ("errors", "files", "reader", "secrets", "sentences", "types", "wording")),
-    *("command/command", "command/config/", "command/incidents", "command/status"),  # answered at once
+    # Answered at once.
+    *("command/checkpoints", "command/command", "command/config/", "command/incidents", "command/status"),
     *("report", "processes/process_exit.py", "data/history.py"),
-    *(f"durable/{name}.py" for name in ("endings", "incident_log", "journal", "lock", "progress", "run_history")),
+    *(f"durable/{name}.py" for name in ("endings", "incident_log", "journal", "lock", "manifest", "progress")),
+    "durable/run_history.py",
     *(f"core/{name}.py" for name in ("checks", "decide", "episode", "knobs", "limit", "loss", "policy", "remedies")),
     *(f"extensions/{name}" for name in ("diagnosis/verdict.py", "scans/weights.py", "trials/arithmetic.py")),
 }

@@ -12,12 +12,14 @@ from typing import Any
 
 import golden
 import pytest
+from forged_checkpoints import manifest
 from stories import BAD_ROW, BEGAN_MS, CLIMBED, PASSED, ROOT, free_text, incident
 
 from resilient_train.command import incidents, status
 from resilient_train.core.knobs import Knobs
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.durable.lock import LOCK, DirectoryLock
+from resilient_train.durable.manifest import sealed
 from resilient_train.ground.types import (
     Action,
     Anomaly,
@@ -153,20 +155,12 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
     """Leave what a run of 300 steps with these incidents leaves."""
     place = run_dir / "checkpoints" / "step-00000250"
     place.mkdir(parents=True)
-    manifest = {
-        "kind": "verified",
-        "step": 250,
-        "tick": 300,
-        "effects": EFFECTS if len(met) > 5 else {"knobs": Knobs().state_dict()},
-        "files": {"manifest.json": {}},
-    }
-    for _ in range(2):  # with its own size, as there is no other file
-        (place / "manifest.json").write_text(json.dumps(manifest).ljust(2_999))
-        manifest["files"] = {"manifest.json": {"bytes": 2_999}}
+    effects = EFFECTS if len(met) > 5 else {"knobs": Knobs().state_dict()}
+    (place / "manifest.json").write_bytes(sealed(replace(manifest(250, {}, tick=300), effects=effects)))
     (run_dir / "loop.json").write_text(json.dumps({"steps": 300, "resumes": True}))
     book = IncidentLog(run_dir)
     for number, tick in enumerate((0, 160, 1_060) if run_dir.name == "drill" else ()):
-        book.run_history.note_drill_fired(number, "nan_grad" if tick else "bad_row", tick)
+        book.note_drill_fired(number, "nan_grad" if tick else "bad_row", tick)
     for number, one in enumerate(met, start=1):
         opened = replace(one, id=number, outcome=None)
         book.add(opened)

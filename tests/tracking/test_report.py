@@ -6,16 +6,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forged_checkpoints import manifest
 from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from stories import BAD_ROW, CLIMBED, PASSED, ROOT, free_text, incident, story
 
+from resilient_train.durable.manifest import Entry, sealed
 from resilient_train.ground.types import Culprit, Decision, Incident, Outcome, fact
-from resilient_train.report.story import Checkpoint, Story, open_advice, read_story
+from resilient_train.report.story import Story, open_advice, read_story
 from resilient_train.report.uploader import note
 
 LIMIT = 8_000  # characters of a tag in MLflow
@@ -50,9 +53,9 @@ def test_whatever_was_named_the_note_is_under_the_limit_and_in_lines(words: list
     outcomes = (Outcome.RECOVERED, None, Outcome.GAVE_UP)
     met = [hostile(incident(at, outcomes[at % 3]), words[at % len(words)]) for at in range(1, count + 1)]
     place = Path("/", *[words[0].replace("\0", "") or "x"] * 40)
-    kept = Checkpoint(7, place, "verified", metrics={words[-1]: 1.0})
+    kept, best = Entry(place, manifest(7, {})), {"path": place, "step": 7, "metrics": {words[-1]: 1.0}}
     remedies = {"armor": [{"op": words[0], "file": words[0], "line": 3}] * 9, "knobs": {"lr": 0.5}, "skipped": [[1, 9]]}
-    of = story(*met, status="failed", why=words[0], newest=kept, best=kept, remedies=remedies, directory=place)
+    of = story(*met, status="failed", why=words[0], newest=kept, best=best, remedies=remedies, directory=place)
     said = note(of)
     assert len(said) < LIMIT
     shown = [line for line in said.splitlines() if line.startswith("- incident ")]
@@ -102,23 +105,20 @@ def test_advice_is_told_once_for_each_line_cause_and_all_rows_the_most_important
 # --------------------------------------------------------------------------------------------------------------- story
 
 
-def saved(run_dir: Path, name: str, **said: object) -> Path:
+def saved(run_dir: Path, name: str, step: int, **said: Any) -> Path:
     place = run_dir / "checkpoints" / name
     place.mkdir(parents=True)
-    (place / "tree.json").write_text("{}")
-    manifest = {"files": {"tree.json": {"bytes": 2, "sha256": ""}}, "effects": {"tick": said.get("tick")}, **said}
-    (place / "manifest.json").write_text(json.dumps(manifest))
+    (place / "manifest.json").write_bytes(sealed(manifest(step, {}, **said)))
     return place
 
 
 def test_a_story_knows_what_is_left_of_a_run(tmp_path: Path) -> None:
     """Of what is demoted, or is no checkpoint, nothing is told."""
-    saved(tmp_path, "step-00000050", kind="verified", step=50, tick=70)
-    saved(tmp_path, "step-00000025", kind="verified", step=25, tick=25)
-    left = saved(tmp_path, "step-00000060", kind="candidate", step=60, tick=80)
-    saved(tmp_path, "step-00000070", kind="demoted", step=70, tick=90)
+    saved(tmp_path, "step-00000050", 50, tick=70)
+    saved(tmp_path, "step-00000025", 25)
+    left = saved(tmp_path, "step-00000060", 60, kind="candidate", tick=80)
+    saved(tmp_path, "step-00000070.demoted", 70, tick=90)
     (tmp_path / "checkpoints" / "step-00000090").mkdir()
-    saved(tmp_path, "step-00000095", kind="verified", step="95", tick=99)
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "weights.safetensors").write_text("")
     (tmp_path / "best" / "best.json").write_text(json.dumps({"step": 40, "loss": 0.5, "odd": "x", "nan": float("nan")}))
@@ -130,8 +130,8 @@ def test_a_story_knows_what_is_left_of_a_run(tmp_path: Path) -> None:
     assert (of.status, of.step, of.tick, of.steps) == ("preempted", 60, 80, 300)
     assert of.newest is not None
     assert (of.newest.path, of.newest.kind) == (left, "candidate")
-    assert of.best == Checkpoint(40, tmp_path / "best", "best", metrics={"loss": 0.5})
-    assert of.remedies == {"tick": 80}
+    assert of.best == {"path": tmp_path / "best", "step": 40, "metrics": {"loss": 0.5}}
+    assert of.remedies == {"tick": 60, "skipped": [[8, 12]]}
     assert f"newest checkpoint: {left} (step 60, not yet verified)".replace("_", r"\_") in note(of)
 
 

@@ -8,7 +8,6 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,13 +68,11 @@ def history(run: dict[str, Any] | None, key: str) -> list[tuple[int, int, float]
     return [(one.step, one.timestamp, one.value) for one in client_of(run).get_metric_history(run["run_id"], key)]
 
 
-@contextlib.contextmanager
-def outbox(run_dir: Path, params: dict[str, Any] | None = None) -> Iterator[Outbox]:
+def outbox(run_dir: Path, params: dict[str, Any] | None = None) -> Outbox:
     run_dir.mkdir(parents=True)
     box = Outbox(run_dir / OUTBOX)
     box.put(BEGAN, params=params or {})
-    yield box
-    assert box.close(LONG_S)
+    return box
 
 
 def uploaded(run_dir: Path, home: Path) -> dict[str, Any]:
@@ -106,10 +103,10 @@ def test_what_mlflow_does_not_take_as_it_is_arrives_all_the_same(home: Path, tmp
     """
     run_dir = tmp_path / "all"
     given = {f"layer.{index}": index for index in range(250)} | {"long": "x" * 7000, "a\nb": 1, "empty": ""}
-    with outbox(run_dir, given) as box:
-        (run_dir / "train.log").write_text("two")
-        box.put(METRICS, tick=1, values={name: float(index) for index, name in enumerate(BENT)})
-        box.put(METRICS, tick=2, values={"nan": math.nan, "inf": math.inf, "odd": "no number", "none": None})
+    box = outbox(run_dir, given)
+    (run_dir / "train.log").write_text("two")
+    box.put(METRICS, tick=1, values={name: float(index) for index, name in enumerate(BENT)})
+    box.put(METRICS, tick=2, values={"nan": math.nan, "inf": math.inf, "odd": "no number", "none": None})
     run = uploaded(run_dir, home)
     values = fetched(run).data.metrics
     assert all(math.isnan(values.pop(f"train/{name}")) for name in ("nan", "odd", "none"))
@@ -130,8 +127,7 @@ def test_a_new_database_is_shared_and_no_kill_ruins_it(tmp_path: Path) -> None:
     home = tmp_path / "home"
     commands = []
     for name in ("one", "two"):
-        with outbox(tmp_path / name / "run") as box:
-            box.put(METRICS, tick=1, values={"loss": 0.5})
+        outbox(tmp_path / name / "run").put(METRICS, tick=1, values={"loss": 0.5})
         command = [sys.executable, "-m", "resilient_train", "sync", str(tmp_path / name / "run")]
         commands.append([*command, "--uri", f"sqlite:///{home}/mlflow.db"])
     with subprocess.Popen(commands[0]) as syncing:
@@ -153,7 +149,6 @@ def test_a_dead_server_is_said_once_with_how_to_upload_the_rest(
 ) -> None:
     """And without the password that its address holds; the caller may use its dict again."""
     tracker = build(config(f"http://user:secret@127.0.0.1:{free_port()}"), tmp_path, home)
-    tracker.begin()
     values = {"loss": 0.0}
     for tick in range(1000):
         values["loss"] = float(tick)
