@@ -431,6 +431,11 @@ class Guard(EngineGuard):
 
     # For the command.
 
+    @property
+    def is_looping(self) -> bool:
+        """Whether a loop may be iterating over this; with several processes each would have to know."""
+        return self._direct_steps.running is not None or self.world.size > 1
+
     def stop_now(self) -> None:
         self.stopped = True
 

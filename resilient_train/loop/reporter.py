@@ -124,10 +124,8 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
             if not error.holder.startswith(f"process {os.getpid()} "):
                 raise
             gc.collect()  # a guard is part of cycles
-            held = holders.get(path)
-            if held is None or held[1]() is not None:
+            if path not in holders or not _close_older(*holders[path]):
                 raise DirectoryInUse(path, "another guard of this process", "call its close() first") from None
-            held[0].closed(None, sys.maxsize)  # that guard was deleted, and its loop left
             return _claim(named, locks, resumes=resumes)
         except FileExistsError:
             if not path.is_dir():
@@ -135,6 +133,18 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
         except OSError as error:
             raise ConfigError("run_dir", named, f"cannot be written: {error.strerror}") from None
     raise AssertionError
+
+
+def _close_older(reporter: RunReporter, known: weakref.ref[Any]) -> bool:
+    """Close a guard whose loop was left, where a notebook's cell is run again. False: the loop runs."""
+    if (guard := known()) is not None:
+        if guard.is_looping:
+            return False
+        guard.stop_now()
+        with suppress(TrainError):
+            guard.close()
+    reporter.closed(None, sys.maxsize)
+    return True
 
 
 def write_summary(summary: Summary, run_dir: Path) -> None:

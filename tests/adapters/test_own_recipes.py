@@ -87,10 +87,12 @@ def test_a_resume_says_if_the_data_begins_again(
     assert ("begins again at its first batch" in info.text) != is_stateful
 
 
-def test_a_run_of_a_guard_that_was_deleted_is_resumed_by_the_next_one(tmp_path: Path) -> None:
-    """As by a function that is called again, which has left its loop."""
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_run_of_a_guard_whose_loop_was_left_is_resumed_by_the_next_one(tmp_path: Path, is_kept: bool) -> None:
+    """As by a function that is called again, or a cell of a notebook that is run again."""
     more: dict[str, Any] = {"run_dir": tmp_path / "run", "disk": 5, "resume": True}
-    trained(guard_of(steps=30, **more), leave_at=17)
+    kept = [guard_of(steps=30, **more)] * is_kept
+    trained(kept[0] if is_kept else guard_of(steps=30, **more), leave_at=17)
     again = guard_of(steps=60, **more)
     trained(again)
     assert again.clock.step == 60
