@@ -168,25 +168,6 @@ def test_a_line_is_not_blamed_where_the_weights_have_led_it_there(
     assert (found.cause, found.culprit is None) == (cause, cause is Cause.EXPLOSION)
 
 
-@pytest.mark.parametrize(
-    ("op", "kind", "is_scalar", "cause"),
-    [
-        ("div", "inf", False, Cause.OPERATION),
-        ("exp", "inf", False, Cause.OVERFLOW),
-        ("sum", "inf", True, Cause.OVERFLOW),
-    ],
-)
-def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_scalar: bool, cause: Cause) -> None:
-    """The line that broke first stays the culprit; what breaks of its values may be patched too, and is reported."""
-    first = replace(culprit("sqrt", values(-1, 1)), line=30)
-    last = culprit(op, values(0, 1, zeros=1))
-    seen = replace(ONLY_HERE, culprit=last, kind=kind, is_scalar=is_scalar, after=first, rows=(4,))
-    found = of_nonfinite(seen)
-    assert (found.cause, found.culprit, found.symptom, found.broken) == (cause, first, last, last)
-    assert found.patchable is not is_scalar
-    assert found.advice == (*fact("follows_patch", where=last.place, patched=first.place), *fact("seen_with", rows=[4]))
-
-
 def test_climbing_is_measured_by_what_was_usual_before() -> None:
     assert climbed([1.0, 1e3, 1e6, 1e9]) == pytest.approx(1e6)
     assert climbed([2.0] * 30 + [2.2] * 8) == pytest.approx(1.1)
