@@ -58,7 +58,7 @@ REFUSED = [
     ("optimizer=custom optimizer._target_=user_programs.without_a_rate", "schedule._target_", "lr"),
     (f"schedule=custom schedule._target_={LR}.ReduceLROnPlateau", "schedule._target_", "metric"),
     (f"schedule=custom schedule._target_={LR}.StepLR", "schedule", "step_size"),
-    ("\"recovery.ladders.default=[[{os.system:{command:'touch called'}}]]\"", "os.system: is not a remedy"),
+    ("\"recovery.ladders.default=[[{os.system:{command:'touch called'}}]]\"", "os.system: no such remedy"),
 ]
 # The same with exit code 1.
 FAILS = [
