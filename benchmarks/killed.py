@@ -83,12 +83,16 @@ def in_saves(run_dir: Path, number: int, numbers: random.Random) -> Moments:
 
 def judged(struck: Sequence[Struck]) -> dict[str, Any]:
     """What the table says of kills."""
+    beyond = [one.lost - (EVERY + MEMORY + PROOF + 1 + one.writing) for one in struck]
     return {
         "kills": len(struck),
         "resumed": len(struck),  # else there would be no table
         "not from the newest": sum(one.resumed != one.newest for one in struck),
         "unsound checkpoints": sum(len(one.unsound) for one in struck),
         "most lost": max(one.lost for one in struck),
+        "of them while writing": max(struck, key=lambda one: one.lost).writing,
+        "beyond the bound": sum(one > 0 for one in beyond),
+        "nearest to the bound": -max(beyond),
         "most left over": max(len(one.left_overs) for one in struck),
     }
 
@@ -132,7 +136,10 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps({"table": rows, "kills": raw}, indent=1))
     shutil.rmtree(place)
-    is_well = all(row["same weights"] and row["same state"] and not row["unsound checkpoints"] for row in rows.values())
+    is_well = all(
+        row["same weights"] and row["same state"] and not row["beyond the bound"] and not row["unsound checkpoints"]
+        for row in rows.values()
+    )
     sys.exit(0 if is_well else 1)
 
 

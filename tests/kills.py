@@ -16,7 +16,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from paused_run import HELD, held_at, is_held
 
 COMMAND = [sys.executable, "-m", "resilient_train"]
 
+WRITINGS = "writings"  # beside the run directory: the steps at which checkpoints were offered and heard of
 SAVING = "checkpoints/.new.resilient-tmp"  # what is there while a checkpoint is being written
 
 _CLOSELY_S = 0.0003
@@ -153,7 +153,32 @@ class Nursery:
 
 
 def command(*arguments: str) -> None:
+    _note_writings()
     python("-m", "resilient_train", *arguments)
+
+
+def _note_writings() -> None:
+    """Let a run write down at which steps it offers a checkpoint to its writer, and hears that it is written."""
+    from resilient_train.durable.keeper import CheckpointKeeper
+
+    offer, heard, offered = CheckpointKeeper._offer, CheckpointKeeper._note_outcome, set[Any]()
+
+    def note(keeper: Any, what: str) -> None:
+        run_dir = keeper._store.path.parent
+        with open(run_dir.with_name(f"{run_dir.name}.{WRITINGS}"), "ab", buffering=0) as file:
+            file.write(f"{os.getpid()} {what} {stand(run_dir).step}\n".encode())
+
+    def noting_offer(keeper: Any, job: Any) -> None:
+        note(keeper, f"offered {job.step}")
+        offered.add(job)
+        offer(keeper, job)
+
+    def noting_heard(keeper: Any, job: Any) -> None:
+        heard(keeper, job)
+        if job in offered:
+            note(keeper, f"heard {job.step}")
+
+    CheckpointKeeper._offer, CheckpointKeeper._note_outcome = noting_offer, noting_heard  # type: ignore[assignment,method-assign]
 
 
 # ------------------------------------------------------------------------------------------------------------- striking
@@ -167,6 +192,7 @@ class Struck:
     stand: Stand  # when it was struck
     resumed: int  # the step that the next start began at
     newest: int  # the newest step of which a whole checkpoint lay there
+    writing: int  # updates made while checkpoints were being written, since the one that it went on from was offered
     left_overs: tuple[str, ...]
     unsound: tuple[int, ...]  # steps of checkpoints that are not what was written
 
@@ -224,7 +250,7 @@ def killed(
     hold: int,
 ) -> Iterator[Struck]:
     """Start the command again and again, and kill it at each moment, before step `hold`; the last start ends with 0."""
-    struck: list[Callable[[int], Struck]] = []  # made when the next start has said where it resumes
+    struck: list[tuple[str, Stand, int, tuple[str, ...], tuple[int, ...], int]] = []
     for name, moment in moments:
         taken_up = len(taken_up_at(run_dir))
         with held_at(run_dir.parent, hold):
@@ -235,18 +261,20 @@ def killed(
         code = started.wait()
         assert code == -signal.SIGKILL, f"exit code {code} instead of a kill:\n{started.output[-2000:]}"
         if (steps := taken_up_at(run_dir)[taken_up:]) or not struck:
-            yield from (one(steps[0]) for one in struck)
+            yield from (_struck(run_dir, one, steps[0]) for one in struck)
             struck = []
         sound = checkpoints(run_dir)
         unsound = tuple(step for step, whole in sound.items() if not whole)
         newest = max((step for step, whole in sound.items() if whole), default=0)
-        stood, over = stand(run_dir), tuple(left_overs(run_dir))
-        struck.append(partial(Struck, name, stood, newest=newest, left_overs=over, unsound=unsound))
+        stood, pid = stand(run_dir), started.pid
+        if struck and stood.tick == struck[-1][1].tick:
+            pid = struck[-1][-1]  # it made no update: what there is to lose, an earlier one made
+        struck.append((name, stood, newest, tuple(left_overs(run_dir)), unsound, pid))
     taken_up = len(taken_up_at(run_dir))
     last = nursery.start(*arguments)
     code = last.wait(400.0)
     assert code == 0, last.output[-3000:]
-    yield from (one(taken_up_at(run_dir)[taken_up]) for one in struck)
+    yield from (_struck(run_dir, one, taken_up_at(run_dir)[taken_up]) for one in struck)
 
 
 def taken_up_at(run_dir: Path) -> list[int]:
@@ -255,3 +283,26 @@ def taken_up_at(run_dir: Path) -> list[int]:
     text = log.read_text() if log.exists() else ""
     found = re.findall(r" INFO resumes from step (\d+)|(had no checkpoint yet: it begins at step 0)", text)
     return [int(step or 0) for step, _ in found]
+
+
+def _struck(
+    run_dir: Path, facts: tuple[str, Stand, int, tuple[str, ...], tuple[int, ...], int], resumed: int
+) -> Struck:
+    name, stood, newest, over, unsound, pid = facts
+    writing = _updates_while_writing(run_dir, pid, resumed, stood.step)
+    return Struck(name, stood, resumed, newest, writing, over, unsound)
+
+
+def _updates_while_writing(run_dir: Path, pid: int, since: int, until: int) -> int:
+    """How many updates a process made while it was writing checkpoints not older than `since`."""
+    begun: dict[int, int] = {}
+    total = 0
+    file = run_dir.with_name(f"{run_dir.name}.{WRITINGS}")
+    for line in file.read_text().splitlines() if file.exists() else ():
+        process, what, saved, step = line.split()
+        if int(process) == pid and int(saved) >= since:
+            if what == "offered":
+                begun[int(saved)] = int(step)
+            else:
+                total += int(step) - begun.pop(int(saved), int(step))
+    return total + sum(until - step for step in begun.values())

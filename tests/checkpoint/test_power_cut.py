@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from resilient_train.durable.journal import Journal, read
 from resilient_train.durable.manifest import CANDIDATE, DEMOTED
 from resilient_train.durable.store import Store
 from resilient_train.ground import files
-from resilient_train.ground.files import is_left_over
+from resilient_train.ground.files import commit_text, is_left_over
 
 
 def cuts(
@@ -206,3 +209,39 @@ def test_an_error_in_place_of_any_call_leaves_no_trace(
         is_saved = False
     monkeypatch.setattr(files, "disk", Careless())
     assert found(tmp_path) in ((2,) if is_saved else (1, 2))
+
+
+# The seam.
+
+WRITERS = ("durable/store", "durable/tree_files", "durable/endings", "extensions/best_weights", "extensions/quarantine")
+PAST_THE_SEAM = re.compile(
+    r"write_text|write_bytes|os\.(write|pwrite|rename|replace|unlink|remove|mkdir|rmdir)|open\(.*\"[wax]"
+)
+
+
+@pytest.mark.parametrize("module", WRITERS)
+def test_what_has_to_survive_is_written_through_the_seam_alone(module: str) -> None:
+    """The simulated disk sees only what `files.disk` is asked for; that of `files` itself is all in its class Disk."""
+    text = (Path(files.__file__).parents[1] / f"{module}.py").read_text()
+    assert PAST_THE_SEAM.findall(text) == []
+
+
+def test_the_simulated_disk_drops_what_was_not_synced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rename without a sync of the file before it loses both: the simulation catches what it is there to catch."""
+
+    def careless(run_dir: Path) -> None:
+        beside = run_dir / "beside"
+        descriptor = files.disk.create(beside)
+        files.disk.write(descriptor, memoryview(b"new"), 0)
+        os.close(descriptor)
+        files.disk.rename(beside, run_dir / "file")
+        files.sync_directory(run_dir)
+
+    seen, full, _ = cuts(
+        *(monkeypatch, tmp_path),
+        lambda run_dir: commit_text(run_dir / "file", "old"),
+        careless,
+        lambda run_dir: (run_dir / "file").read_text(),
+    )
+    assert Counter(full)["new"] < len(full)
+    assert "" in {*seen, *full}

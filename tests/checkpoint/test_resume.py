@@ -60,12 +60,13 @@ def moments(run_dir: Path, seed: int) -> list[tuple[str, Any]]:
 
 
 def test_whenever_it_is_killed_the_same_command_goes_on(nursery: Nursery, unharmed: dict[str, Any]) -> None:
-    """From the newest checkpoint, which is whole, with nothing left behind; the end is the same."""
+    """From the newest checkpoint, which is whole, with little lost and nothing left behind; the end is the same."""
     run_dir = nursery.place / "struck"
     resumed = []
     for struck in killed(nursery, [*STRUCK, "run.dir=struck"], run_dir, moments(run_dir, seed=1), hold=480):
         assert struck.unsound == (), f"{struck}: a checkpoint is not what was written"
         assert struck.resumed == struck.newest, f"{struck}: another checkpoint was gone on from"
+        assert struck.lost <= EVERY + MEMORY + PROOF + 1 + struck.writing, f"{struck}: lost {struck.lost}"
         assert len(struck.left_overs) <= 2, f"{struck}: one being written, one being removed"
         resumed.append(struck.resumed)
     assert max(resumed) >= EVERY

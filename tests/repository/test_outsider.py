@@ -48,6 +48,32 @@ for batch in guard.batches():
 guard.close()
 print(sum(frozen), [action.remedy for one in guard.incidents for action in one.decision.actions])
 """
+TRAINER = """
+import torch
+from transformers import Trainer, TrainingArguments
+import resilient_train
+
+class Regression(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.add_module("0", torch.nn.Linear(4, 4))
+        self.add_module("1", torch.nn.Linear(4, 1))
+
+    def forward(self, x, labels):
+        self.calls += self.training
+        loss = ((self.get_submodule("1")(self.get_submodule("0")(x))[:, 0] - labels) ** 2).mean()
+        return {"loss": loss * float("nan") if self.calls == 30 else loss}
+
+torch.manual_seed(0)
+rows = torch.randn(256, 4)
+data = [{"x": row, "labels": row.sum()} for row in rows]
+asked = TrainingArguments("out", max_steps=60, per_device_train_batch_size=16, report_to="none", use_cpu=True,
+                          disable_tqdm=True, save_strategy="no")
+trainer = Trainer(Regression(), asked, train_dataset=data)
+trainer = resilient_train.hf.guard(trainer, recovery="policy.yaml", checks={"clipped_share": {"window": 20}})
+trainer.train()
+"""
 
 
 def test_the_page_prints_its_code() -> None:
@@ -110,3 +136,11 @@ def test_it_works_with_the_command(place: Path, installed_wheel: Path) -> None:
     refused = subprocess.run(wrong, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
     assert refused.returncode == 2
     assert "checks.clipped_share.share=2: must be a finite number (greater than 0, at most 1)" in refused.stderr
+
+
+def test_it_works_in_a_trainer(place: Path, installed_wheel: Path) -> None:
+    said, events = run(place, installed_wheel, sys.executable, "-W", "ignore", "-c", TRAINER)
+    assert said.count("of the last updates were clipped") == 1
+    (closed,) = (event["incident"] for event in events if event["kind"] == "incident_closed")
+    assert [action["remedy"] for action in closed["actions"]] == ["rewind", "freeze_layer"]
+    assert kinds(events) >= {"metrics", "end"}
