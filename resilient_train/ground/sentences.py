@@ -55,7 +55,7 @@ PARTS = {
     "culprit": "{op}< in {module}>, {file}:{line:id}<, {phase}>",
     "blamed_rows": "{rows:few}",
     "got": "{op} got {values:pairs}",
-    "arm": "  <lowered?learning rate x{rate}><!lowered?as it is><rewound? from step {since:id}>: later loss {loss:.4g}, {anomalies:update} refused<won?, chosen>",
+    "arm": "  <lowered?learning rate x{rate}><!lowered?as it is><rewound? from step {since}>: later loss {loss:.4g}, {anomalies:update} refused<won?, chosen>",
     "nothing_done": "nothing was done",
     "being_handled": "being handled",
     "not_saved": "no state could be saved from then on",
