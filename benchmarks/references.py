@@ -245,7 +245,7 @@ def facts_of(folder: Path, tree: Path) -> Facts:
         kept: Facts = {name: incident.get(name) for name in KEPT}
         for name in ("culprit", "symptom"):
             kept[name] = (found := incident.get(name)) and place_of(found, tree)
-        kept["tried"] = [[arm["do"], arm["anomalies"], arm["won"]] for arm in incident.get("tried") or []]
+        kept["tried"] = [[arm["rate"], arm["anomalies"], arm["won"]] for arm in incident.get("tried") or []]
         facts[f"incident {incident['id']}"] = kept
     return facts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from resilient_train.core.remedies import Case, is_mild, remedy
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.state import Clock
 from resilient_train.ground.errors import TrainError, in_one_line, unusable
-from resilient_train.ground.types import Action, Anomaly, Diagnosis, Incident
+from resilient_train.ground.types import Anomaly, Diagnosis, Incident
 
 _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one from the start
 E = TypeVar("E")
@@ -60,7 +60,8 @@ class Controls:
         self._refused_in_a_row += was_refused
         if not is_mildly_treated:
             self.knobs.trouble()
-        self.apply_each(actions)
+        for action in actions:
+            remedy(action).apply(self)
         treated = self.incident
         if treated.rewound_to is not None:
             checks.rewound(treated.rewound_to, incident.anomaly.since, self.knobs.lr)
@@ -68,10 +69,6 @@ class Controls:
             checks.episode.stayed(clock.step, self.knobs.lr)
         seconds = time.perf_counter() - started
         return replace(treated, steps_lost=step_before - clock.step + was_refused, seconds=seconds)
-
-    def apply_each(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            remedy(action).apply(self)
 
     # The methods that remedies call.
 

@@ -16,8 +16,8 @@ from resilient_train.ground.types import Action, Cause
 _COUNT = {"at_least": 1, "null": sys.maxsize}  # null: no limit but the budget
 
 
-def each_of(read_one: Callable[[str, Any], Any], key: str, nodes: Any, what: str, least: int = 0) -> tuple[Any, ...]:
-    if not is_list(nodes) or len(nodes) < least:
+def _each_of(read_one: Callable[[str, Any], Any], key: str, nodes: Any, what: str) -> tuple[Any, ...]:
+    if not is_list(nodes):
         raise ConfigError(key, nodes, what)
     return tuple(read_one(f"{key}[{place}]", node) for place, node in enumerate(nodes))
 
@@ -37,10 +37,10 @@ def _action(key: str, node: Any) -> Action:
     return Action(name, {name: value for name, (value, default) in every.items() if value or value != default})
 
 
-def actions_of(key: str, nodes: Any) -> tuple[Action, ...]:
+def _actions_of(key: str, nodes: Any) -> tuple[Action, ...]:
     """Read the remedies of a rung, and sort them into the order in which they are applied."""
     shape = "a rung is a list of remedies, such as [skip], or {do: [skip], strikes: 3, within: 10}"
-    actions = each_of(_action, key, nodes, shape)
+    actions = _each_of(_action, key, nodes, shape)
     if not actions:
         raise unusable(key, "a rung needs a remedy; to leave things as they are, say [report]")
     names = [one.remedy for one in actions]
@@ -54,7 +54,7 @@ def actions_of(key: str, nodes: Any) -> tuple[Action, ...]:
 class Rung:
     """Remedies that are applied together, in this order."""
 
-    do: tuple[Action, ...] = field(metadata={"read": actions_of})
+    do: tuple[Action, ...] = field(metadata={"read": _actions_of})
     strikes: int | None = limited(None, **_COUNT)  # None: those of the policy
     within: int | None = limited(None, at_least=1)  # count strikes of so many ticks; None: since it was forgiven
     landed: bool = False  # only for what reached the weights
@@ -66,12 +66,12 @@ def _ladders(key: str, tree: Any) -> dict[str, tuple[Rung, ...]]:
     if "default" not in tree:
         raise unusable(f"{key}.default", "has to be given: the ladder of every cause that has no other")
     shape = "a ladder is a list of rungs, such as [[skip], [rewind, skip]]"
-    return {cause: each_of(_rung, f"{key}.{cause}", rungs, shape) for cause, rungs in tree.items()}
+    return {cause: _each_of(_rung, f"{key}.{cause}", rungs, shape) for cause, rungs in tree.items()}
 
 
 def _rung(key: str, node: Any) -> Rung:
     has_keys = isinstance(node, Mapping) and ("do" in node or len(node) != 1)
-    return read(Rung, node, key) if has_keys else Rung(actions_of(key, node))
+    return read(Rung, node, key) if has_keys else Rung(_actions_of(key, node))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 from resilient_train.durable.journal import JOURNAL, Entry, plain, read
 from resilient_train.ground.reader import hints
 from resilient_train.ground.secrets import masked_tree
-from resilient_train.ground.types import TRIAL, Action, Anomaly, Decision, Diagnosis, Facts, Incident, Tried, fact
+from resilient_train.ground.types import Action, Anomaly, Decision, Diagnosis, Facts, Incident, fact
 from resilient_train.ground.wording import known_of, say
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"  # kinds of entries
@@ -130,10 +129,7 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "rank": min(known["ranks"], default=None),  # null: it began on all of them at once
         **{name: known[name] and asdict(known[name]) for name in ("culprit", "symptom")},
         "actions": [*map(_line_of_action, known["actions"])],
-        "tried": [
-            {"do": [*map(_line_of_action, one.actions)], "anomalies": one.anomalies, "loss": one.loss, "won": one.won}
-            for one in incident.tried
-        ],
+        "tried": [*map(asdict, incident.tried)],
     }
     keys = _KEYS.split()
     if incident.is_observed or incident.further:
@@ -155,16 +151,13 @@ def from_line(line: Any) -> Incident:
     try:
         parts = {"anomaly": _record(Anomaly, line), "decision": _record(Decision, line)}
         parts["diagnosis"] = _record(Diagnosis, {**line, "ranks": []})  # `ranks` are those of the anomaly
-        tried = tuple(map(_arm, line.get("tried", [])))
-        return _record(Incident, line, **parts, tried=tried)  # type: ignore[no-any-return]
+        return _record(Incident, line, **parts)  # type: ignore[no-any-return]
     except (KeyError, TypeError) as error:
         raise ValueError(f"an incident cannot be read: {error}") from None
 
 
 def _line_of_action(action: Action) -> dict[str, Any]:
-    line = {"remedy": action.remedy, **action.settings}
-    arms = line["of"] if action.remedy == TRIAL else ()
-    return line | {"of": [list(map(_line_of_action, arm)) for arm in arms]} if arms else line
+    return {"remedy": action.remedy, **action.settings}
 
 
 def _record(kind: Any, line: Mapping[str, Any], **parts: Any) -> Any:
@@ -185,18 +178,9 @@ def _value(kind: Any, value: Any) -> Any:
         raise TypeError(f"{value!r} is no fact")
     if is_dataclass(kind):
         return _record(kind, value)
-    is_enum = isinstance(kind, type) and issubclass(kind, StrEnum)
-    return kind(value) if is_enum else value
-
-
-def _arm(line: Mapping[str, Any]) -> Tried:
-    loss = line.get("loss")  # text, where it is not finite
-    number = loss if type(loss) in (int, float) else math.inf
-    return _record(Tried, {**line, "actions": line.get("do")}, loss=number)  # type: ignore[no-any-return]
+    is_read = kind is float or (isinstance(kind, type) and issubclass(kind, StrEnum))  # a number may be text: inf
+    return kind(value) if is_read else value
 
 
 def _action(line: Mapping[str, Any]) -> Action:
-    settings = {key: value for key, value in line.items() if key != "remedy"}
-    if line.get("remedy") == TRIAL:
-        settings["of"] = tuple(tuple(map(_action, arm)) for arm in settings["of"])
-    return Action(line["remedy"], settings)
+    return Action(line["remedy"], {key: value for key, value in line.items() if key != "remedy"})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from resilient_train.ground.types import ACCEPTED, OBSERVE, TRIAL, Outcome, Signal
+from resilient_train.ground.types import ACCEPTED, OBSERVE, Outcome, Signal
 
 # An incident. Its values are those of `wording.about`.
 _NOTICED = "{signal:signal}< on {ranks:ranks}>"
@@ -55,10 +55,9 @@ PARTS = {
     "culprit": "{op}< in {module}>, {file}:{line:id}<, {phase}>",
     "blamed_rows": "{rows:few}",
     "got": "{op} got {values:pairs}",
-    "arm": "  {remedies:list}: later loss {loss:.4g}, {anomalies:update} refused<won?, chosen>",
+    "arm": "  <lowered?learning rate x{rate}><!lowered?as it is><rewound? from step {since}>: later loss {loss:.4g}, {anomalies:update} refused<won?, chosen>",
     "nothing_done": "nothing was done",
     "being_handled": "being handled",
-    "as_it_is": "as it is<rewound?, from step {step}>",
     "not_saved": "no state could be saved from then on",
     "recurred_to_the_end": "it recurred until the end, and no remedy was enough",
     "loss_not_back": "the loss did not return to where it was",
@@ -367,7 +366,6 @@ REMEDIES = {
     "mend_eps": "epsilon raised: it rounds to 0 in its dtype",
     "armor": "patched<!symptom? that line>< {symptom:culprit}, too>",
     "lower_loss_scale": "loss scale<!factor? lowered>< x{factor}>",
-    TRIAL: "tried< {of} remedies>< for {steps:step}>",
     OBSERVE: "only observed",
     "go_on": "<!restarted?the run was resumed>< from step {rewound_to}><restarted?no checkpoint: restarted at step 0>",
     "fall_back": "fell back to the previous one",

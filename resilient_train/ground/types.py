@@ -78,7 +78,6 @@ class Signal(StrEnum):
 
 OBSERVE = "observe"  # the action of a policy that only observes
 ACCEPTED = "accepted"  # the action that ends an incident whose cause was a change on purpose
-TRIAL = "trial"
 SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)  # updates that a limit refused
 OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 
@@ -220,9 +219,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One arm of a trial: what was tried, and how training went with it."""
+    """One arm of a trial: the rate that was tried, and how training went with it."""
 
-    actions: tuple[Action, ...]  # none: as it is
+    rate: float  # as a multiple of the run's
+    since: int | None  # the step at which it began; None: the run as it is
     anomalies: int  # updates that did not land
     loss: float  # the mean on later samples, the same for each arm, on which none of them was trained
     won: bool = False

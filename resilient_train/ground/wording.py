@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from resilient_train.ground.sentences import INCIDENT, OUTCOMES, REMEDIES, SENTENCES, SIGNALS, SINGULAR
-from resilient_train.ground.types import Action, Cause, Diagnosis, Facts, Incident, Outcome, Signal, Tried, fact
+from resilient_train.ground.types import Action, Cause, Diagnosis, Facts, Incident, Outcome, Signal, fact
 
 log = logging.getLogger("resilient_train")
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
@@ -193,7 +193,10 @@ def about(incident: Incident) -> dict[str, Any]:
         "gave_up": gave_up is not None,
         "why": gave_up or fact("nothing_left"),
         "remedies": _remedies(incident.decision.actions, incident) or fact("nothing_done"),
-        "arms": [{"fact": "arm", **asdict(one), "remedies": _arm(one, incident)} for one in incident.tried],
+        "arms": [
+            {"fact": "arm", **asdict(one), "lowered": one.rate < 1, "rewound": one.since is not None}
+            for one in incident.tried
+        ],
         "took": has_rewound and gave_up is None and diagnosis.cause is not Cause.PROCESS,
         "seconds": round(incident.seconds, 2),
         # An attempt that was refused held nothing yet.
@@ -214,12 +217,6 @@ def known_of(incident: Incident) -> dict[str, Any]:
 def blamed(diagnosis: Diagnosis) -> Facts:
     line = fact("culprit", **asdict(diagnosis.culprit)) if diagnosis.culprit else ()
     return line + (fact("blamed_rows", rows=diagnosis.rows) if diagnosis.rows else ())
-
-
-def _arm(tried: Tried, incident: Incident) -> Facts:
-    if [one.remedy for one in tried.actions] == ["rewind"]:  # the others began there
-        return fact("as_it_is", rewound=True, step=incident.rewound_to)
-    return _remedies(tried.actions, incident) or fact("as_it_is")
 
 
 def _remedies(actions: Iterable[Action], incident: Incident) -> Facts:

@@ -361,11 +361,8 @@ def _without_absent(node: Any, absent: set[str]) -> Any:
     if "do" in node:
         known = _without_absent(node["do"], absent)
         return known and {**node, "do": known}
-    ((name, settings),) = node.items()
-    if _without_absent(name, absent) is None or "of" not in (settings or ()):
-        return node if name in KNOWN else None
-    arms = _without_absent(settings["of"], absent) or ()
-    return {name: {**settings, "of": arms}} if len(arms) > 1 else None  # a trial compares two at least
+    (name,) = node
+    return node if _without_absent(name, absent) else None
 
 
 def _policy_named(name: str) -> Any:

@@ -51,8 +51,7 @@ REMEDIES = (
         Action("mine.Remedy", {"of_mine": 3, "exact": True}),
     ),
 )
-TRIAL = Action("trial", {"of": ((), (HALF,)), "steps": 40})
-ARMS = (Tried((Action("rewind"),), 0, 2.5), Tried((HALF,), 3, 2.25, won=True), Tried((), 1, 9.0))
+ARMS = (Tried(1.0, None, 1, 9.0), Tried(0.5, 1250, 3, 2.25, won=True), Tried(1.0, 1250, 0, 2.5))
 PROCESS = {
     Signal.CRASH: ("go_on", 100),
     Signal.HANG: ("end", None),
@@ -86,7 +85,7 @@ def remedies() -> Iterator[Incident]:
     """Every remedy, cause and outcome."""
     for action in REMEDIES:
         yield of(Signal.LOSS_SPIKE, Cause.EXPLOSION, action, rewound_to=125 if action.remedy == "rewind" else None)
-    yield of(Signal.DIVERGENCE, Cause.RATE, Action("rewind"), TRIAL, rewound_to=1250, steps_lost=1, tried=ARMS)
+    yield of(Signal.DIVERGENCE, Cause.RATE, Action("rewind"), HALF, rewound_to=1250, steps_lost=1, tried=ARMS)
     followed = {"culprit": ROOT.culprit, "symptom": LOG}
     yield of(Signal.NONFINITE_LOSS, Cause.OVERFLOW, Action("armor"), landed=False, known=followed, steps_lost=1)
     yield of(Signal.NONFINITE_LOSS, Cause.OPERATION, Action("armor"), landed=False, known={"culprit": LOG})

@@ -1,4 +1,4 @@
-"""Trials: several remedies are tried from the same state on the same samples, and those that work best are applied.
+"""Trials: lower rates are tried from the same state on the same samples, and the one that works best is applied.
 
 Whatever a trial changes is put back: the state, bit for bit, and the knobs. It writes nothing, and its updates are no
 ticks. Every rank makes the same updates, and judges them by losses that are averaged over the ranks.
@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from resilient_train.core.checks import Check
-from resilient_train.core.controls import Controls
 from resilient_train.core.loss import Level
 from resilient_train.core.mark import Mark
-from resilient_train.core.policy import actions_of, each_of
 from resilient_train.core.protocols import Effect, Hook
-from resilient_train.core.remedies import Case, Remedy, applicable, limited, remedy
 from resilient_train.core.ring import Ring, Snapshot
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import local_part
@@ -34,15 +31,14 @@ from resilient_train.extensions.trials.arithmetic import (
     NoProgress,
     NoProgressConfig,
     beats,
-    best_arm,
+    best_of,
     cost_of,
     is_ahead,
     is_lower,
     is_near,
     learns,
-    table,
 )
-from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line, unusable
+from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.ground.types import (
     NO_LIMIT,
     OUTSIDE,
@@ -60,7 +56,6 @@ from resilient_train.ground.wording import counted, log, say
 from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_out_of_memory
 
-_TRIABLE = ("tighten_clip", "limit_update")  # not lower_lr, which nearly always looks better for a while
 _LONGEST_RACE = 48  # updates of an arm in a short run
 _USUAL_INTERVAL = 25  # updates between two snapshots
 _STRONG_DECAY = 0.25  # which may take the weights away before they learn: with usual ones they learn faster
@@ -71,44 +66,11 @@ class TrialStopped(Exception):
     """A trial cannot take place, or not be completed: then nothing has happened."""
 
 
-def _arms(key: str, nodes: Any) -> tuple[tuple[Action, ...], ...]:
-    return each_of(_arm, key, nodes, "must be a list of at least two arms, such as [[tighten_clip], [limit_update]]", 2)
-
-
-def _arm(key: str, nodes: Any) -> tuple[Action, ...]:
-    actions = actions_of(key, nodes)
-    if odd := sorted({action.remedy for action in actions} - {*_TRIABLE}):
-        raise unusable(key, f"{odd[0]} cannot be tried: what can is {', '.join(_TRIABLE)}")
-    return actions
-
-
-@dataclass(frozen=True)
-class Trial(Remedy):
-    """Try several remedies from the same state on the same samples, and apply those of the best arm."""
-
-    order, is_main = 150, True
-    of: tuple[tuple[Action, ...], ...] = field(metadata={"read": _arms})  # the mildest first
-    steps: int = limited(30, at_least=1)  # updates of each arm
-
-    def settings_for(self, case: Case) -> dict[str, Any]:
-        """Leave out what makes no sense here: remedies of an arm, and arms of which nothing is left."""
-        return {"of": tuple(arm for arm in (applicable(arm, case) for arm in self.of) if arm)}
-
-    def applies(self, case: Case) -> bool:
-        arms = self.settings_for(case)["of"]
-        cost = cost_of(len(arms) * self.steps, (len(arms) + 2) * JUDGED)  # twice before the arms
-        return len(arms) > 1 and cost <= case.facts["trial_updates"]
-
-    def apply(self, run: Controls) -> None:
-        run.extension(Trials).apply_best(self.of, self.steps)
-
-
 class Trials(Extension, Hook):
-    """Tries remedies in a run whose updates can be made without its loop. All arms are judged on the same later
+    """Tries lower rates in a run whose updates can be made without its loop. All arms are judged on the same later
     samples, on which none of them was trained.
     """
 
-    remedies = MappingProxyType({"trial": Trial})
     settings = MappingProxyType({"no_progress": NoProgressConfig})
 
     def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
@@ -120,9 +82,9 @@ class Trials(Extension, Hook):
         self.updates = 0  # made in trials since the beginning of the run
         self.raced_in_vain = False  # no lower rate did better where the loss stood
         # Not where updates cannot be made without the loop, or their samples not be found again.
-        self._is_possible = run.backend.objective is not None and run.samples.rows > 0 and not run.samples.is_fed
+        is_possible = run.backend.objective is not None and run.samples.rows > 0 and not run.samples.is_fed
         run.effects.append(Effect("trials", self.state_dict, self.load_state_dict))
-        if self._is_possible and run.policy.rates and not run.policy.observe:
+        if is_possible and run.policy.rates and not run.policy.observe:
             run.hooks.insert(0, self)
 
     def before_update(self) -> None:
@@ -154,30 +116,10 @@ class Trials(Extension, Hook):
         incident = replace(run.incident_log.open(anomaly, diagnosis, decision), tried=tried)
         run.recovery.carry_out(incident, (0, 0), started)
 
-    def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
-        return {"trial_updates": self.left()}
-
-    def apply_best(self, arms: Sequence[Sequence[Action]], steps: int) -> None:
-        """Make `steps` updates with each of several remedies, on the same samples, and apply those that did best, the
-        first ones without a trial.
-        """
-        controls, (start, stop) = self._parts.controls, self._parts.controls.suspects
-        best, tried = arms[0], tuple[Tried, ...]()
-        with suppress(TrialStopped), self._trial():
-            before = self._begin(max(stop - start, 0) + steps * self._parts.samples.slicing.samples)
-            results = [self._run(arm, steps).risen_from(before) for arm in arms]
-            place = best_arm(results)
-            best, tried = arms[place], table(results, results[place])
-        incident = controls.incident
-        decision = replace(incident.decision, actions=(*incident.decision.actions, *best))
-        controls.incident = replace(incident, decision=decision, tried=tried or incident.tried)
-        controls.apply_each(best)
-
-    def left(self, *, in_vain: bool = False) -> int:
-        """Return how many updates trials may still make; 0 where none can be made."""
+    def left(self) -> int:
+        """Return how many updates trials may still make."""
         steps = max(self._parts.planned() or 0, self._parts.clock.step)
-        most = self._parts.policy.budget.trial_updates(steps, in_vain=in_vain) if self._is_possible else 0
-        return max(0, most - self.updates)
+        return max(0, self._parts.policy.budget.trial_updates(steps, in_vain=self.raced_in_vain) - self.updates)
 
     def state_dict(self) -> dict[str, Any]:
         if not (self.updates or self.raced_in_vain):
@@ -197,7 +139,7 @@ class Trials(Extension, Hook):
         step, what was changed there, and how all went.
         """
         parts, step, first = self._parts, self._parts.clock.step, self.no_progress.first
-        left, verified = self.left(in_vain=self.raced_in_vain), parts.ring.verified_until(step)
+        left, verified = self.left(), parts.ring.verified_until(step)
         steps = min(step // 2, max(_LONGEST_RACE, left // 6))  # in a long run all rates may be tried for longer
         if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(0, 2 * JUDGED):
             return None
@@ -205,47 +147,47 @@ class Trials(Extension, Hook):
         decay = max(float(group.get("weight_decay") or 0.0) for group in parts.updater.groups())
         if decay >= _STRONG_DECAY and shrunk_since(parts.ring, since, parts.world.least) < _VANISHED:
             return since.step, Action("lower_decay", {"factor": 0.0}), ()
-        highest, *rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in parts.policy.rates]
-        with suppress(TrialStopped), self._trial(lifts_limits=True):
+        highest, *rates = parts.policy.rates
+        with suppress(TrialStopped), self._trial():
             now, arms, control = self._begin(), list[Arm](), None
 
-            def add_arms(*cuts: Action) -> None:
-                for cut in cuts:
+            def add_arms(*rates: float) -> None:
+                for rate in rates:
                     if left - self._cost >= 2 * cost_of(steps, JUDGED):  # one more for the control
-                        arms.append(self._run((cut,), steps, since))
+                        arms.append(self._run(rate, steps, since))
 
             is_thrown = now.loss - first > 2 * abs(first)  # then any rate that is low enough does better
             add_arms(highest, *(rates if is_thrown else ()))
             if any(is_lower(arm, now) for arm in arms):
-                control = self._run((), steps, since)
+                control = self._run(1.0, steps, since)
                 if not is_thrown and any(beats(arm, control, now, first) for arm in arms):
                     add_arms(*rates)
             winners = [arm for arm in arms if control is not None and beats(arm, control, now, first)]
             nearest = min(arms, key=lambda arm: arm.loss)
             longer = min(step - since.step, left - self._cost - cost_of(0, JUDGED))
             if not winners and longer > steps and is_near(nearest, now, first):
-                grown = self._run(nearest.actions, longer, since)
+                grown = self._run(nearest.rate, longer, since)
                 arms[arms.index(nearest)] = grown
                 winners = [grown] if is_ahead(grown, now, first) else []
             if winners:
-                winners.sort(key=lambda arm: -arm.cut)
-                won = winners[best_arm(winners)]
-                shown = [now, *arms] if control is None else [now, *arms, replace(control, actions=(Action("rewind"),))]
-                return since.step, won.actions[0], table(shown, won)
+                won = best_of(sorted(winners, key=lambda arm: -arm.rate))
+                shown = [now, *arms] if control is None else [now, *arms, control]
+                tried = tuple(Tried(one.rate, one.since, one.anomalies, one.loss, one is won) for one in shown)
+                return since.step, Action("lower_lr", {"factor": won.rate, "lasting": True}), tried
             # Arms that were as short as the run is young have not shown all: look again later.
             if steps >= _LONGEST_RACE or learns(now, first):
                 self.raced_in_vain = True
                 log.debug(
                     "%s; lower rates were tried, and the current one is fine: x%.3g came to %.4g, where the run is at "
                     "%.4g; that took %s, not part of the run's",
-                    *(say(self.no_progress.evidence), nearest.cut, nearest.loss, now.loss),
+                    *(say(self.no_progress.evidence), nearest.rate, nearest.loss, now.loss),
                     counted(self._cost, "update"),
                 )
         return None  # it was stopped, or in vain
 
     @contextmanager
-    def _trial(self, *, lifts_limits: bool = False) -> Iterator[None]:
-        """Prepare a trial and take it back. `lifts_limits`: those of the gate were learned on the way it leaves."""
+    def _trial(self) -> Iterator[None]:
+        """Prepare a trial and take it back."""
         parts, ring, attributes = self._parts, self._parts.ring, self._parts.backend.attributes
         self._attributes = attributes.now()
         self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
@@ -254,7 +196,7 @@ class Trials(Extension, Hook):
             raise TrialStopped
         self._state = state
         rates = [group["lr"] for group in parts.updater.groups()]  # no state restores those of the loop or optimizer
-        parts.updater.gate.limit(*((NO_LIMIT, NO_LIMIT) if lifts_limits else parts.checks.limits))
+        parts.updater.gate.limit(NO_LIMIT, NO_LIMIT)  # its own were learned on the way that a trial leaves
         try:
             yield
         finally:
@@ -272,12 +214,12 @@ class Trials(Extension, Hook):
     def _cost(self) -> int:
         return cost_of(self._made, self._forwards)
 
-    def _begin(self, passed: int = 0) -> Arm:
-        """Fetch the samples that judge all arms, after all that train any, `passed` more; leave out updates that cannot
-        be fetched. Return how the run as it is does there.
+    def _begin(self) -> Arm:
+        """Fetch the samples that judge all arms, after all that train any; leave out updates that cannot be fetched.
+        Return how the run as it is does there.
         """
         samples, each = self._parts.samples, self._parts.samples.slicing.samples
-        after = max(samples.next_start, samples.position) + passed + each
+        after = max(samples.next_start, samples.position) + each
         starts = samples.starts(after, (JUDGED + 1) * each)[:JUDGED]
         fetched: dict[int, list[Any]] = {}
         for start in starts:
@@ -288,24 +230,24 @@ class Trials(Extension, Hook):
         if len(self._judged) < JUDGED // 2:
             log.debug("no trial: too many of the later rows that would judge it cannot be fetched")
             raise TrialStopped
-        now = self._run((), 0)
-        if not now.equals(self._run((), 0)):
+        now = self._run(1.0, 0)
+        if not now.equals(self._run(1.0, 0)):
             log.debug("no trial: the losses of later updates cannot be reproduced: the program keeps state of its own")
             raise TrialStopped
         return now
 
-    def _run(self, actions: Sequence[Action], steps: int, since: Snapshot | None = None) -> Arm:
-        """Make `steps` updates with some remedies, from the state at hand, or from that of a snapshot."""
+    def _run(self, rate: float, steps: int, since: Snapshot | None = None) -> Arm:
+        """Make `steps` updates with a multiple of the rate, from the state at hand, or from that of a snapshot."""
         parts = self._parts
         self._go_back(since)
         self._parts.backend.attributes.set(self._attributes)
         before = self._parts.controls.effects.state_dict()
         try:
-            for action in actions:
-                remedy(action).apply(self._parts.controls)
+            if rate < 1:
+                parts.updater.knobs.turn_lr(rate, lasting=True)
             anomalies = sum(not self._update() for _ in range(steps))
             losses = self._losses()
-        except Exception as error:  # of the program, which a remedy or the weights it led to may cause
+        except Exception as error:  # of the program, which the weights it was led to may cause
             is_fetch = isinstance(error, StorageFailed)
             if (isinstance(error, TrialStopped | TrainError) and not is_fetch) or parts.world.size > 1:
                 raise
@@ -315,7 +257,7 @@ class Trials(Extension, Hook):
             anomalies, losses = steps, (math.inf,) * len(self._judged)
         finally:
             self._parts.controls.effects.undo_to(before)
-        return Arm(tuple(actions), anomalies, losses)
+        return Arm(rate, None if since is None else since.step, anomalies, losses)
 
     def _computed(self, mark: Mark) -> torch.Tensor:
         """Run forward and backward of the next update as in training; return the loss, NaN if something raised."""

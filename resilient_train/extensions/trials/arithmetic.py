@@ -1,10 +1,10 @@
-"""When to try lower rates, and the arithmetic of trials: which arm did best."""
+"""When to try lower rates, and the arithmetic of trials: which rate did best."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, inf, isclose, isfinite, sqrt
 from statistics import fmean, stdev
 
@@ -13,7 +13,7 @@ from resilient_train.core.episode import falls
 from resilient_train.core.loss import Alarm, Every, without_top
 from resilient_train.data.history import FIRST_LOSSES, beginning
 from resilient_train.ground.reader import limited
-from resilient_train.ground.types import Action, Facts, Tried, Vitals, fact
+from resilient_train.ground.types import Facts, Vitals, fact
 
 _NEVER = 2**53  # steps
 _THROWN = 0.2  # of that: by so much the first updates have raised the loss
@@ -98,7 +98,6 @@ JUDGED = 16  # later updates whose losses are compared
 _NOISE = 2.0  # standard errors of a mean difference
 _NEARLY_ALL, _ENOUGH = 15 / 16, 8  # of the losses that are compared, and so many at least
 _BEHIND = 0.4  # of the way that the run has come: an arm had half of the updates or fewer
-_RISEN = 0.2  # of the loss
 _FAR = 0.4  # of the loss: at the same age, noise and a falling rate explain less
 _LEARNED = 0.1  # of the first loss
 _LEAST_GAIN = 0.01  # of the loss: less is no reason to change anything
@@ -106,7 +105,8 @@ _LEAST_GAIN = 0.01  # of the loss: less is no reason to change anything
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    actions: tuple[Action, ...]
+    rate: float  # as a multiple of the run's
+    since: int | None  # the step at which it begins; None: the run as it is
     anomalies: int  # updates that did not land
     losses: tuple[float, ...]  # of the later updates that all arms are judged on, after it
 
@@ -114,29 +114,15 @@ class Arm:
     def loss(self) -> float:
         return fmean(self.losses) if self.losses and all(map(isfinite, self.losses)) else inf
 
-    @property
-    def cut(self) -> float:
-        return float(self.actions[0].settings["factor"]) if self.actions else 1.0
-
     def equals(self, other: Arm) -> bool:
         """Whether it has the losses of another. If not after the same updates, the program keeps state of its own."""
         pairs = zip(self.losses, other.losses, strict=True)
         return all(isclose(one, two, rel_tol=1e-6) or (one != one and two != two) for one, two in pairs)
 
-    def risen_from(self, before: Arm) -> Arm:
-        """Count one anomaly more if its loss has risen: then something is broken, though every update landed."""
-        return replace(self, anomalies=self.anomalies + is_lower(before, self, _RISEN))
 
-
-def table(arms: Sequence[Arm], won: Arm) -> tuple[Tried, ...]:
-    return tuple(Tried(one.actions, one.anomalies, one.loss, one is won) for one in arms)
-
-
-def best_arm(arms: Sequence[Arm]) -> int:
-    """Return the place of the arm with the fewest anomalies, then the lowest loss; of equals the first, the mildest."""
-    least = min(one.anomalies for one in arms)
-    left = [place for place, one in enumerate(arms) if one.anomalies == least]
-    return next((one for one in left if not any(is_lower(arms[place], arms[one]) for place in left)), left[0])
+def best_of(arms: Sequence[Arm]) -> Arm:
+    """Return the first arm that no other is below by more than noise."""
+    return next((one for one in arms if not any(is_lower(other, one) for other in arms)), arms[0])
 
 
 def beats(arm: Arm, control: Arm, now: Arm, first: float) -> bool:
