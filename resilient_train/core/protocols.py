@@ -99,6 +99,7 @@ class Intentions:
         """Return what the checks have found, unless weights that were just written on purpose explain it."""
         return finding
 
+    def resumed(self) -> None: ...
     def learn_again(self, anomaly: Anomaly, why: NewRegime) -> None: ...
     def is_on_purpose(self, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
         """Say whether a rise of the loss that has landed has proved to be on purpose: the run has accepted it then."""

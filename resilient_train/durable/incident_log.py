@@ -9,6 +9,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -94,6 +95,16 @@ class IncidentLog(RunHistory):
             except Exception as error:
                 log.error("%s could not be closed: %s", type(sink).__name__, in_one_line(error))
         self.sinks.clear()
+
+    def effects_before(self, number: int) -> dict[str, Any]:
+        """Return the effects as they were noted when an incident was opened."""
+        history = RunHistory()
+        for entry in self._journal.entries if self._journal is not None else ():
+            with suppress(ValueError):  # about an incident that cannot be read
+                history.recall(entry)
+            if number in history.chapters:
+                break
+        return history.effects
 
     def note_process_end(self, tick: int, start: int, stop: int) -> int:
         """Note which samples were in use when a process ended; return how many processes in a row ended at these."""

@@ -16,6 +16,7 @@ from resilient_train.extensions import Extension
 from resilient_train.ground.types import (
     ACCEPTED,
     OF_THE_LOSS,
+    OUTSIDE,
     SPIKES,
     Action,
     Anomaly,
@@ -117,6 +118,16 @@ class OnPurpose(Extension, Intentions):
         self._before: Any = None  # the effects before the incidents of late
         self._began_tick, self._step = 0, -(10**9)  # of the first of them, and of the newest
         self._rise: Rise | None = None  # of the loss, which the newest anomaly is about, if it may be on purpose
+
+    def resumed(self) -> None:
+        """Continue with the incidents of the process before. It is a collective."""
+        incident_log, first = self._run.incident_log, 0
+        for one in incident_log.of_training:
+            if one.decision.actions and not one.is_observed and one.decision.rung != OUTSIDE:
+                if not self._is_recent(one.anomaly.step):
+                    first, self._began_tick = one.id, one.anomaly.tick
+                self._step = one.last_step
+        self._before = self._run.world.on_main(lambda: incident_log.effects_before(first)) if first else None
 
     def reviewed(self, vitals: Vitals, finding: Finding) -> Finding:
         """After weights were written on purpose, any update that is finite will do."""

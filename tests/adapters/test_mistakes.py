@@ -66,7 +66,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"schedule": ReduceLROnPlateau(OTHER)}, "schedule: ReduceLROnPlateau follows a metric: leave it out"),
     ({"recovery": "balance"}, "recovery=balance: .*balanced"),
     ({"recovery": {"ladders": {"default": [["rewnd"]]}}}, r"recovery.ladders.default\[0\]"),
-    ({"recovery": {"ladders": {"default": [["json.dumps"]]}}}, "json.dumps: is not a remedy: write a dataclass"),
+    ({"recovery": {"ladders": {"default": [["json.dumps"]]}}}, "json.dumps: no such remedy; there are rewind"),
     ({"recovery": NOT_A_NUMBER}, r"recovery\.budget\.share=nan"),
     ({"checks": "defualt"}, r"checks=defualt: no such option; did you mean default\? There are"),
     ({"checks": 3}, r"checks: expected .*ChecksConfig \| .*Mapping \| str, got int"),
