@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class Resumption:
             # Attempts without a verdict are lost, too; what was refused or undone before is in those incidents.
             counted = sum(one.steps_lost for one in incidents if one.anomaly.tick > tick)
             lost = last.tick - tick - counted if tick or not step else last.step - step
-            found.append(self._crash(step, max(0, lost), skipped))
+            found.append(self._crash(step, max(0, lost), skipped, incidents))
         return ResumePlan(
             path=entry.path if entry else None,
             tick=last.tick,
@@ -210,12 +210,20 @@ class Resumption:
         history.note("taken_up_from", source=masked(str(source)))
         return entry
 
-    def _crash(self, step: int, lost: int, skipped: tuple[int, int] | None) -> ProcessIncident:
+    def _crash(
+        self, step: int, lost: int, skipped: tuple[int, int] | None, incidents: Sequence[Incident]
+    ) -> ProcessIncident:
         last = self.progress.last
         has_hung = last.doing is Doing.HUNG
         at = {"step": last.step} if last.doing is Doing.BETWEEN else {"update": last.step + 1}
         evidence = fact("died", **at, silent=not has_hung, skipped=bool(skipped))
-        rows = self.parts.samples.rows_at(*skipped) if skipped else ()
+        rows: Sequence[int] = ()
+        if skipped:
+            rows = self.parts.samples.rows_at(*skipped)
+            # Each epoch combines other rows to an update: those that were there at every crash are to blame.
+            earlier = [one for one in incidents if one.anomaly.signal in (Signal.CRASH, Signal.HANG)]
+            common = [sorted({*rows} & {*one.diagnosis.rows}) for one in earlier]
+            rows = min([one for one in common if one], key=len, default=rows)
         advice = fact("died_twice", rows=[*rows]) if rows else ()
         signal = Signal.HANG if has_hung else Signal.CRASH
         remedy = "skip" if skipped else "go_on"

@@ -72,6 +72,9 @@ class RunProcess:
         for found in plan.found:
             if plan.skipped is not None and found.remedy == "skip":
                 parts.samples.skip(*plan.skipped)
+                if 0 < len(found.rows) < parts.samples.slicing.samples // 2:
+                    # Few rows were in both updates that ended the process.
+                    parts.leave_out(found.rows, found.advice, incident_log.next_id)
             controls.note(partial(self._keeper.note_incident, found))
         if controls.effects.has_dropped:
             controls.note()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,33 +20,38 @@ from torch.utils.data import Dataset, TensorDataset
 
 from resilient_train.data.trees import weights_sha256
 from resilient_train.extensions.drills import Drill, NanGrad
+from resilient_train.extensions.quarantine import QUARANTINE
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.loop.guard import Guard
 from resilient_train.report.story import read_story
 
 STEPS, ROWS, BATCH = 60, 64, 8
+KILLER = 39  # whose company of the first epoch is nowhere near it in the second
 NEVER = 10**9
 SAVED: dict[str, Any] = {"steps": STEPS, "objective": mse, "resume": True}
 SAVED |= {"memory": often(2), "verify_after": 3, "disk": DiskConfig(every=6)}
 
 
 class Rows(Dataset[Any]):
-    def __init__(self) -> None:
+    def __init__(self, killer: int | None = None) -> None:
         self.inputs = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(1))
+        self.killer = killer
 
     def __len__(self) -> int:
         return ROWS
 
     def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        if row == self.killer:
+            os.kill(os.getpid(), signal.SIGKILL)
         return self.inputs[row], self.inputs[row].sum().reshape(1)
 
 
-def loop(run_dir: Path, killed_at: int = NEVER) -> dict[str, Any]:
+def loop(run_dir: Path, killed_at: int = NEVER, killer: int | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     more: dict[str, Any] = {"batch_size": BATCH, "run_dir": run_dir, **SAVED}
-    guard = Guard(Accelerator(cpu=True), model, optimizer, data=Rows(), **more)
+    guard = Guard(Accelerator(cpu=True), model, optimizer, data=Rows(killer), **more)
     began = None
     for batch in guard.batches():
         began = guard.clock.step if began is None else began
@@ -79,6 +86,21 @@ def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path) ->
     code, again = alone(loop, tmp_path / "mine")
     assert (code, again["began"], again["weights"]) == (0, None, unharmed["weights"]), "it is complete"
     assert manifests(tmp_path / "mine") == saved, "no checkpoint is written again, and none makes room for it"
+
+
+def test_a_row_that_ends_the_process_is_narrowed_down_and_put_away(tmp_path: Path) -> None:
+    """Its batch is passed over after two ends; in the next epoch its company is another, and it is found out."""
+    ends = 0
+    while (ended := alone(loop, tmp_path / "mine", NEVER, KILLER))[0] == -signal.SIGKILL:
+        ends += 1
+        assert ends <= 4
+    code, told = ended
+    assert (code, told["step"], ends) == (0, STEPS, 4)
+    skipped = [rows for _, remedy, rows in told["told"] if remedy == "skip"]
+    assert [len(rows) for rows in skipped] == [BATCH, 1]
+    assert skipped[-1] == (KILLER,)
+    listed = json.loads((tmp_path / "mine" / QUARANTINE).read_text())
+    assert [one["row"] for one in listed["rows"]] == [KILLER]
 
 
 # ---------------------------------------------------------------------------------------------------------- two ranks
@@ -125,7 +147,7 @@ def test_a_patched_line_that_was_changed_since_is_said_once_and_asks_for_nothing
         "def loss(model, batch):\n    error = model(batch[0]).square()[:, 0]\n    return (error / batch[1]).mean()\n"
     )
     scales = torch.ones(ROWS)
-    scales[39] = 0.0
+    scales[KILLER] = 0.0
 
     def trained(steps: int) -> list[str]:
         info.clear()
