@@ -124,7 +124,7 @@ def test_rewound_killed_and_gone_on_with_it_is_the_run_without_a_fault(place: Pa
     here, there = summary(killed), summary(place / "healthy")
     for key in ("weights_sha256", "state_sha256", "final_loss", "eval"):
         assert here[key] == there[key], key
-    assert here["incidents"] == {"total": 2, "recovered": 2, "by_cause": {"corruption": 1, "process": 1}}
+    assert here["incidents"] == {"total": 2, "recovered": 2, "by_cause": {"optimizer": 1, "process": 1}}
     mine, theirs = load_file(killed / "weights.safetensors"), load_file(place / "healthy/weights.safetensors")
     assert all(torch.equal(mine[name], weight) for name, weight in theirs.items())
 

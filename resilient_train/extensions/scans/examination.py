@@ -78,6 +78,10 @@ class StateScans(Extension, Examiner, Hook):
             evidence = next(some[0] for some in everywhere if some)
             ranks = [rank for rank, some in enumerate(everywhere) if some]
             return replace(anomaly, signal=Signal.EXCEPTION, evidence=evidence, ranks=self._named(ranks))
+        if anomaly.signal is Signal.LOSS_SPIKE:
+            over = self._world.all_of(not float(update.attempt.loss) <= update.limits[0])
+            ranks = tuple(rank for rank, is_over in enumerate(over) if is_over)
+            return anomaly if all(over) else replace(anomaly, ranks=ranks)
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
             return anomaly
         evidence = anomaly.evidence + nonfinite(update.attempt.norms())

@@ -124,10 +124,12 @@ class Scans(protocols.Scans):
         device = self.layout.device
         due = [name for name, scan in self._scans.items() if scan.every and (everything or scan.is_due(self._step))]
         found = self.layout.tensors(due, kept, has_ranks=self._world is not None)
+        squares = [tensor for one, tensor in found if one.is_square]
         rows = [
             measured(largest, [tensor for _, tensor in found], device),
-            measured(lengths, [tensor for one, tensor in found if one.has_length], device),
-            measured(depths, [tensor for one, tensor in found if one.is_square], device),
+            measured(lengths, [tensor for one, tensor in found if one.is_weight], device),
+            -measured(lengths, squares, device),  # of ranks the largest numbers count: here the shortest
+            measured(depths, squares, device),
         ]
         if "replicas" in due:  # in numbers that float32 holds exactly: where ranks agree, the largest are the smallest
             parts = digest((tensor for _, tensor in self._replicated()), device).reshape(1).view(torch.int16).float()
@@ -221,7 +223,8 @@ class Scans(protocols.Scans):
 def _of(scan: str, watched: Sequence[Watched], values: Sequence[float]) -> Measured:
     """Return the numbers of what one scan looks at, from a vector of all."""
     rest = iter(values[len(watched) :])
-    lengths = [next(rest) if one.has_length else 0.0 for one in watched]
+    of_weights = [next(rest) if one.is_weight else 0.0 for one in watched]
+    lengths = [-next(rest) if one.is_square else length for one, length in zip(watched, of_weights, strict=True)]
     depths = [next(rest) if one.is_square else 0.0 for one in watched]
     numbers = map(Numbers, values, lengths, depths)
     return [(one, each) for one, each in zip(watched, numbers, strict=False) if one.scan == scan]

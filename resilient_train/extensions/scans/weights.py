@@ -48,10 +48,6 @@ class Watched(NamedTuple):
     is_square: bool = False  # a second moment
     is_free: bool = False  # it may hold NaN or infinities on purpose, until it was finite once
 
-    @property
-    def has_length(self) -> bool:
-        return self.is_weight or self.is_square
-
 
 class Numbers(NamedTuple):
     largest: float  # absolute value
