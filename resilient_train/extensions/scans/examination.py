@@ -80,8 +80,8 @@ class StateScans(Extension, Examiner, Hook):
             return replace(anomaly, signal=Signal.EXCEPTION, evidence=evidence, ranks=self._named(ranks))
         if anomaly.signal is Signal.LOSS_SPIKE:
             over = self._world.all_of(not float(update.attempt.loss) <= update.limits[0])
-            ranks = tuple(rank for rank, is_over in enumerate(over) if is_over)
-            return anomaly if all(over) else replace(anomaly, ranks=ranks)
+            hit = tuple(rank for rank, is_over in enumerate(over) if is_over)
+            return anomaly if all(over) else replace(anomaly, ranks=hit)
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
             return anomaly
         evidence = anomaly.evidence + nonfinite(update.attempt.norms())
