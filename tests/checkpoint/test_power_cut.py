@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -209,21 +208,6 @@ def test_an_error_in_place_of_any_call_leaves_no_trace(
         is_saved = False
     monkeypatch.setattr(files, "disk", Careless())
     assert found(tmp_path) in ((2,) if is_saved else (1, 2))
-
-
-# The seam.
-
-WRITERS = ("durable/store", "durable/tree_files", "durable/endings", "extensions/best_weights", "extensions/quarantine")
-PAST_THE_SEAM = re.compile(
-    r"write_text|write_bytes|os\.(write|pwrite|rename|replace|unlink|remove|mkdir|rmdir)|open\(.*\"[wax]"
-)
-
-
-@pytest.mark.parametrize("module", WRITERS)
-def test_what_has_to_survive_is_written_through_the_seam_alone(module: str) -> None:
-    """The simulated disk sees only what `files.disk` is asked for; that of `files` itself is all in its class Disk."""
-    text = (Path(files.__file__).parents[1] / f"{module}.py").read_text()
-    assert PAST_THE_SEAM.findall(text) == []
 
 
 def test_the_simulated_disk_drops_what_was_not_synced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -216,8 +216,6 @@ def test_bad_samples_here_and_there(name: str, every: int, completes: bool, sign
         ("balanced", 0.7, True),
         ("aggressive", 0.03, True),
         ("conservative", 0.7, False),
-        ("palm", 0.7, False),
-        ("off", 0.7, False),
     ],
 )
 def test_a_rate_that_is_too_high(name: str, bearable: float, completes: bool) -> None:

@@ -40,14 +40,18 @@ def without(names: list[str], folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("names", [*([name] for name in NAMES), NAMES], ids=[*NAMES, "all"])
-def test_the_core_stands_without_it(names: list[str], tmp_path: Path) -> None:
-    """With its file and its line deleted one scenario of each kind passes, without any extension all of `tests/core`: a
-    NaN row, a bit flip and a kill are survived.
-    """
+DELETED = [
+    *(pytest.param([name], "each_kind", id=name) for name in NAMES),
+    *(pytest.param([name], "not long", id=f"{name}, all tests", marks=pytest.mark.long) for name in NAMES),
+    pytest.param(NAMES, "not long", id="all"),
+]
+
+
+@pytest.mark.parametrize(("names", "which"), DELETED)
+def test_the_core_stands_without_it(names: list[str], which: str, tmp_path: Path) -> None:
+    """Without one, a scenario of each kind passes, in the long form all of `tests/core`; without any, all of these."""
     folder = without(names, tmp_path / "copy")
-    which = ["not long", "tests/core"] if names == NAMES else ["each_kind", "tests/core/test_guard.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", *which]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", which, "tests/core"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
