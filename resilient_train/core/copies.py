@@ -94,6 +94,14 @@ class Frozen:
         self._now = {name: (id(weight), weight._version, digest) for (name, weight), digest in pairs}
         return {name: copy for name, (then, copy) in self._copies.items() if self._now.get(name) == then}
 
+    def restored(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Note the new versions of weights that were restored; what they hold shows whether they are as they were."""
+        self._copies = {
+            name: ((then[0], weights[name]._version, then[2]), copy)
+            for name, (then, copy) in self._copies.items()
+            if name in weights
+        }
+
     def copied(self, copies: Mapping[str, torch.Tensor]) -> None:
         """Note the copies of what the weights were at the last look."""
         self._copies = {name: (now, copies[name]) for name, now in self._now.items()}

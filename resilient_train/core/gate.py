@@ -211,5 +211,7 @@ class CopyGate:
         pairs = zip([*self.rates, *settings[len(self.rates) :]], settings, strict=True)
         self.rates = [dict(max(pair, key=lambda one: float(one["lr"] or 0.0))) for pair in pairs]
         gate.limit(NO_LIMIT, limits[1])  # that of the loss is for the sum
-        gate.step(measured, [optimizer])
-        gate.limit(*limits)
+        try:
+            gate.step(measured, [optimizer])
+        finally:
+            gate.limit(*limits)

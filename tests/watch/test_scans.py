@@ -195,6 +195,15 @@ def test_a_weight_that_rests_now_and_then_is_healthy(name: str) -> None:
         assert run.update() is None
 
 
+def test_moments_of_a_weight_without_a_slope_may_fade_to_nothing() -> None:
+    """As those of a hinge that is satisfied: their squares vanish long before they do."""
+    run = Run(one(torch.optim.AdamW, betas=(0.5, 0.6)))
+    run.updates(20)
+    for weight in run.model.down.parameters():
+        weight.register_hook(torch.zeros_like)
+    assert run.updates(300) is None
+
+
 @pytest.mark.parametrize("is_new_group", [True, False])
 def test_groups_and_weights_may_be_added(is_new_group: bool) -> None:
     """New weights in an optimizer are scanned from then on, and are no jump."""

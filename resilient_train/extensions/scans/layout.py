@@ -63,6 +63,11 @@ def lengths(parts: list[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(parts, 2, dtype=torch.float32 if parts[0].dtype in _COARSE else None)
 
 
+def sums(parts: list[Tensor]) -> Sequence[Tensor]:
+    """The sum of the absolute values of each, which does not vanish before they do."""
+    return torch._foreach_norm(parts, 1, dtype=torch.float32 if parts[0].dtype in _COARSE else None)
+
+
 def depths(parts: list[Tensor]) -> Sequence[Tensor]:
     """How far each goes below zero, as a positive number, because the largest value over all ranks is kept."""
     return (-torch.stack([one.amin() for one in parts])).unbind()

@@ -15,7 +15,7 @@ from resilient_train.core import protocols
 from resilient_train.core.loss import Every
 from resilient_train.core.tree import Tree
 from resilient_train.core.vitals import Sent
-from resilient_train.extensions.scans.layout import Layout, depths, digest, largest, lengths, measured
+from resilient_train.extensions.scans.layout import Layout, depths, digest, largest, lengths, measured, sums
 from resilient_train.extensions.scans.weights import Found, Measured, Moments, Norms, Numbers, Scan, Watched, Weights
 from resilient_train.ground.types import Anomaly, Facts, Signal, fact
 from resilient_train.ground.wording import log, say
@@ -128,7 +128,7 @@ class Scans(protocols.Scans):
         rows = [
             measured(largest, [tensor for _, tensor in found], device),
             measured(lengths, [tensor for one, tensor in found if one.is_weight], device),
-            -measured(lengths, squares, device),  # of ranks the largest numbers count: here the shortest
+            -measured(sums, squares, device),  # of ranks the largest numbers count: here the smallest
             measured(depths, squares, device),
         ]
         if "replicas" in due:  # in numbers that float32 holds exactly: where ranks agree, the largest are the smallest

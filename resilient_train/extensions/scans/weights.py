@@ -51,7 +51,7 @@ class Watched(NamedTuple):
 
 class Numbers(NamedTuple):
     largest: float  # absolute value
-    length: float = 0.0  # the L2 norm, of weights and second moments
+    length: float = 0.0  # the L2 norm of weights, the sum of second moments
     depth: float = 0.0  # how far a second moment goes below zero
 
 
