@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from resilient_train import Guard
-from resilient_train.ground.errors import DirectoryInUse
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
 BATCH = 8
@@ -98,13 +97,3 @@ def test_a_run_of_a_guard_whose_loop_was_left_is_resumed_by_the_next_one(tmp_pat
     assert again.clock.step == 60
     assert again.clock.tick < 80  # it has resumed
     again.close()
-
-
-def test_a_guard_keeps_its_directory_until_it_is_closed(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"run_dir": tmp_path, "disk": 5, "resume": True, "steps": 10}
-    guard = guard_of(**more)
-    trained(guard)
-    with pytest.raises(DirectoryInUse, match=r"another guard of this process: call its close\(\) first"):
-        guard_of(**more)
-    guard.close()
-    assert guard_of(**more).resume()

@@ -91,7 +91,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, installed_wheel: Path) -> Pa
     (wheel,) = folder.glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel), "--target"]
     subprocess.run([*install, str(folder / "installed")], check=True)
-    (folder / "policy.yaml").write_text(POLICY.format(layer="0."))
+    (folder / "policy.yaml").write_text(POLICY.format(layer="0"))
     return folder
 
 
