@@ -213,6 +213,10 @@ class IncidentLog(RunHistory):
         self._anomalous_step = step
         self.record_treatment(incident)
 
+    def resumed(self, step: int) -> None:
+        """Wait as long for the end of an observed incident as if it had lasted until now."""
+        self._anomalous_step = step
+
     def counts_on(self, step: int) -> bool:
         """Count an anomalous update into the incident, and write down each doubling; False if there is none."""
         incident = next((one for one in self.open_incidents if one.is_observed), None)

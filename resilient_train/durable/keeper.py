@@ -172,11 +172,11 @@ class CheckpointKeeper:
 
     def rescue(self) -> tuple[int, Callable[[], object]]:
         """From another thread, while the loop hangs: the steps that are lost, and a function that saves the others."""
-        snapshot, left = self._parts.ring.newest_verified(), [one.step for one in self._store.usable()[:1]]
+        snapshot, left = self._parts.ring.newest_verified(), [self._begun[1]]  # not from the disk, which may hang
         may_save = self._commits and not self._is_sharded and self._writer.writing is None
         if may_save and snapshot is not None:
             left.append(snapshot.step)
-        return max(0, self._parts.clock.step - max(left, default=0)), self.save_newest if may_save else lambda: None
+        return max(0, self._parts.clock.step - max(left)), self.save_newest if may_save else lambda: None
 
     def finish(self, effects: Mapping[str, Any], *, healthy: bool, damaged: bool = False) -> Path | None:
         """Write the present state: verified at a healthy end without damage, else a candidate. All ranks call this."""
@@ -266,9 +266,11 @@ class CheckpointKeeper:
         parts.ring.copier.wait()
         content = gathered(snapshot.parts, keep=self._commits) if self._is_sharded else snapshot.parts
         step, tick = snapshot.step, _tick(snapshot)
+        # One that was demoted may have left this state on the disk.
+        is_saved = self._commits and self._begun == self._due_at_once and self._path_of(snapshot) is not None
         if snapshot.verified:
             self._begun = tick, step
-        if not self._commits:
+        if not self._commits or is_saved:
             return None
         persistent = {
             "statistics": snapshot.checks_state,
@@ -276,7 +278,7 @@ class CheckpointKeeper:
             "remembered": {name: item.state_dict() for name, item in self.resumption.remembered.items()},
         }
 
-        def write() -> Entry:
+        def write() -> Entry:  # it holds the snapshot, whose memory is reused once nothing does
             persistent["passed"] = updates.state_dict(step)
             manifest = Manifest(
                 kind=VERIFIED if snapshot.verified else CANDIDATE,

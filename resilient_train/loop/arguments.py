@@ -429,14 +429,15 @@ class Shielded(Check):
     """A check of another package: an error in it turns it off, as it is no reason to end a run."""
 
     def __init__(self, check: Check) -> None:
-        self._check = check
+        self._check = self._own = check
         self.yields_to_jump, self.persistent = check.yields_to_jump, check.persistent  # type: ignore[misc]
 
 
 def _shielded(name: str) -> Callable[..., Any]:
     def asked(self: Any, *given: Any, **named: Any) -> Any:
+        check = self._own if name in ("state_dict", "persistent_state") else self._check  # a later process may mend it
         try:
-            return getattr(self._check, name)(*given, **named)
+            return getattr(check, name)(*given, **named)
         except Exception as error:  # on all ranks: they ask it with the same numbers
             log.error("the check %s failed, and is off from here: %s", type(self._check).__name__, in_one_line(error))
             self._check = Check()  # which says nothing

@@ -83,9 +83,9 @@ def snapshots_in_words(ring: Ring, state: RunState) -> str:
     if not ring.every:
         return "no snapshots in memory (memory.every=0): this run cannot rewind"
     size, allowed = ring.settle_slots(nbytes(state.live()))
-    mib = f"{max(ring.slots, 2) * size / 2**20:,.4g} MiB"
+    mib = f"{max(ring.slots, 2) * size / 2**20:,.1f} MiB"
     why = "half of what was available" if ring.config.max_gib is None else "memory.max_gib"
-    limit = f", of {allowed / 2**20:,.4g} MiB allowed: {why}" if ring.slots < ring.config.keep else ""
+    limit = f", of {allowed / 2**20:,.1f} MiB allowed: {why}" if ring.slots < ring.config.keep else ""
     if not ring.slots:
         return f"no snapshots in memory: this run cannot rewind; two take {mib}{limit}"
     return f"keeps {ring.slots} snapshots to rewind to, every {counted(ring.every, 'step')} ({mib}{limit})"

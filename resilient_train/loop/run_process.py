@@ -68,6 +68,7 @@ class RunProcess:
         except ValueError as error:
             raise TrainError(f"{plan.path or incident_log.directory}: {error}") from error
         parts.clock.tick = max(parts.clock.tick, plan.tick)
+        incident_log.resumed(parts.clock.step)
         parts.intentions.resumed()
         for found in plan.found:
             if plan.skipped is not None and found.remedy == "skip":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,7 @@ class Attributes(Hook):
         self._changing: dict[tuple[int, str], dict[str, Any]] = {}  # by the number of the table and name
         self._first: dict[tuple[int, str], Any] = {}  # as they were when they were seen first
         self._looks = 0
-        self._noted: list[tuple[Mark, Saved]] = []  # as they were before each of the newest two updates
+        self._noted: list[tuple[ref[Mark], Saved]] = []  # as they were before each of the newest two updates
         self._begun: Mark | None = None  # of the newest update, until its first forward
 
     def around_compute(self, update: Transaction) -> AbstractContextManager[None]:
@@ -102,14 +103,14 @@ class Attributes(Hook):
     def forward_begins(self) -> None:
         """Note them: the loop may have set some since it was given the batch."""
         if self._begun is not None:
-            self._noted, self._begun = [*self._noted[-1:], (self._begun, self.now())], None
+            self._noted, self._begun = [*self._noted[-1:], (ref(self._begun), self.now())], None
 
     def undone(self, mark: Mark) -> None:
         """Set back what the update that began with a mark has left not finite, for which the host waits."""
         self.set(self.before(mark), only_lost=True)
 
     def before(self, mark: Mark) -> Saved:
-        return next((saved for one, saved in self._noted if one is mark), ())
+        return next((saved for one, saved in self._noted if one() is mark), ())
 
     def now(self) -> Saved:
         """Return those that change with the updates, as they are; tensors are not copied."""

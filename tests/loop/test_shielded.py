@@ -41,4 +41,5 @@ def test_a_check_that_fails_is_off(info: pytest.LogCaptureFixture) -> None:
     assert [str(one.outcome) for one in guard.incidents] == ["recovered"]
     told = [one for one in info.messages if "is off from here" in one]
     assert len(told) == 1
+    assert guard._checks.state_dict()["mine"] == {"seen": 20}  # as it was when it failed
     assert told[0].startswith("the check Fails failed, and is off from here: ZeroDivisionError: of mine")
