@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -243,9 +242,7 @@ class Leaky(Given):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if index in (3, 20):
-            raise OSError(
-                f"no answer from s3://reader:s3cr3tpass@bucket/rows?token=s3cr3tpass&row={index} {self.token}"
-            )
+            raise OSError(f"no answer from s3://reader:s3cr3tpass@bucket/rows?token=s3cr3tpass&row={index}")
         return super().__getitem__(index)
 
 
@@ -254,7 +251,7 @@ def leaks(model: nn.Module, batch: Any) -> Tensor:
     try:
         raise ConnectionError("cannot log in: password=s3cr3tpass")
     except ConnectionError as error:
-        raise RuntimeError(f"postgresql://writer:s3cr3tpass@db/losses, {os.environ['HF_TOKEN']}") from error
+        raise RuntimeError("postgresql://writer:s3cr3tpass@db/losses") from error
 
 
 class RaisesLater:

@@ -26,7 +26,7 @@ from resilient_train.durable.endings import note_refusal
 from resilient_train.ground.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.ground.files import commit_text, read_yaml
 from resilient_train.ground.reader import find_in_working_directory
-from resilient_train.ground.secrets import learn, masked, masked_tree
+from resilient_train.ground.secrets import masked, masked_tree
 from resilient_train.processes.launch import launched_rank
 from resilient_train.processes.process_exit import code_for_agent
 
@@ -43,7 +43,6 @@ def main() -> None:
     global _main_process
     _main_process = os.getpid()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
-    learn(values_of(words))
     _codes.clear()
     code = 0
     survive_hangup()
@@ -86,7 +85,6 @@ def _job(raw: DictConfig) -> None:
     is_sweep = hydra_config.mode == RunMode.MULTIRUN
     if is_sweep:
         words = [re.sub(r"\\(.)", r"\1", word) for word in given]  # Hydra has quoted them
-        learn(values_of(words))
         print(masked(f"job {hydra_config.job.num} of the sweep: {' '.join(words)}"), flush=True)
         file = Path(hydra_config.sweep.dir) / "multirun.yaml"  # Hydra has written it with the secrets
         tree = read_yaml(file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,10 @@ from command import command
 
 from resilient_train.command import incidents, status, sync
 from resilient_train.command.config.compose import load
-from resilient_train.ground import secrets
-from resilient_train.ground.secrets import MASK, learn, masked, masked_tree
+from resilient_train.ground.secrets import MASK, masked, masked_tree
 
 MINE = ["model=custom", "model._target_=user_programs.Plain", "data=custom", "data.train._target_=user_programs.Leaky"]
 MINE += ["objective=custom", "objective._target_=user_programs.mse", "accelerate.cpu=true", "data.batch_size=8"]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one test has told is no secret in the next."""
-    monkeypatch.setattr(secrets, "_known", set())
-    for name in filter(secrets._is_secret_variable, list(os.environ)):
-        monkeypatch.delenv(name)
 
 
 HIDDEN = [
@@ -43,12 +33,7 @@ HIDDEN = [
     ("aws_secret_access_key = wJalrXUtnFEMI/K7MDENG", "aws_secret_access_key = ***"),
     (f"AccountName=a;AccountKey={'aB3+' * 21}aA==;B=c", "AccountName=a;AccountKey=***;B=c"),
     ("{'Authorization': 'Basic YTpi'}", "{'Authorization': 'Basic ***'}"),
-    # In the forms that the services document; none of them was ever given out.
-    ("cannot use hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH here", "cannot use *** here"),
-    ("AKIAIOSFODNN7EXAMPLE is unknown", "*** is unknown"),
-    (f"ghp_{'aB3' * 12}, github_pat_{'aB3' * 9}, glpat-{'aB3' * 8}", "***, ***, ***"),
-    (f"xoxb-123456789012-abc sk-ant-api03-{'aB3-' * 9}x", "*** ***"),
-    (f"expired: eyJ{'hbGciOiJI' * 3}.eyJ{'zdWIiOiIx' * 3}.{'aB3-' * 9}", "expired: ***"),
+    ("['+data.train.token=hf_abcdefgh'] token: hf_abcdefgh", "['+data.train.token=***'] token: ***"),
 ]
 
 
@@ -84,23 +69,6 @@ def test_no_text_takes_long(hostile: str) -> None:
     masked(hostile * 20_000 + "@")
 
 
-def test_values_of_secret_variables_are_hidden_wherever_they_turn_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Not those of less than eight characters, names of files, or variables that only sound like it."""
-    values = {"HF_TOKEN": "tok/en+tok", "my_password": "correct horse", "MY_PIN": "47114711", "SMTP_PASS": "tulip-bulb"}
-    values |= {"SIGNING_KEY": "tulip-bulb-2", "AZURE_CREDENTIAL_ID": "hunter2hunter2"}
-    ordinary = {"API_TOKEN": "abc", "SSH_PRIVATE_KEY": str(tmp_path), "APP_SECRET": "true", "MONKEY": "parallelism"}
-    for name, value in (values | ordinary).items():
-        monkeypatch.setenv(name, value)
-    for value in values.values():
-        assert masked(f"https://host/{value}, {value}!") == f"https://host/{MASK}, {MASK}!"
-    text = " ".join(ordinary.values())
-    assert masked(text) == text
-    monkeypatch.delenv("HF_TOKEN")
-    assert masked(values["HF_TOKEN"]) == MASK, "whoever took it out of the environment has it all the same"
-
-
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
@@ -115,12 +83,6 @@ def test_values_of_secret_variables_are_hidden_wherever_they_turn_up(
 def test_settings_are_secret_by_their_names(name: str, value: Any, expected: bool) -> None:
     """A token also by what it looks like: those of a vocabulary are none."""
     assert masked_tree({name: value}) == {name: MASK if expected else value}
-
-
-def test_what_a_configuration_holds_is_known_from_then_on() -> None:
-    """A library that repeats it in a message gives nothing away."""
-    learn({"data": [{"token": "hf_abcdefgh", "name": "longenough"}]})
-    assert masked("hf_abcdefgh of longenough") == f"{MASK} of longenough"
 
 
 def test_the_log_hides_them_from_all_who_listen(info: pytest.LogCaptureFixture) -> None:
@@ -152,7 +114,7 @@ def test_a_token_makes_no_other_run(tmp_path: Path) -> None:
     assert not other.changes(tmp_path / "config.yaml")
 
 
-SECRETS = ("s3cr3tpass", "t0kentoken", "hf_secrettoken", "hf_inconfiguration", "awsverysecret", "sh0rt")
+SECRETS = ("s3cr3tpass", "hf_inconfiguration", "sh0rt")
 
 
 def found_in(place: Path, *said: str) -> list[str]:
@@ -163,13 +125,8 @@ def found_in(place: Path, *said: str) -> list[str]:
     return [f"{name}: {one}" for name, text in texts.items() for one in SECRETS if one.encode() in text]
 
 
-def test_a_run_gives_no_secret_away(
-    here: Path, monkeypatch: pytest.MonkeyPatch, run_command: command, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In the address of MLflow, in the environment, in the configuration, in what a data set says: grep finds none."""
-    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t0kentoken")
-    monkeypatch.setenv("HF_TOKEN", "hf_secrettoken")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "awsverysecret")
+def test_a_run_gives_no_secret_away(here: Path, run_command: command, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the address of MLflow, in the configuration, in what a data set says: grep finds none."""
     what = [*MINE, "+data.train.token=hf_inconfiguration", "tracking.uri=http://user:s3cr3tpass@127.0.0.1:1/"]
     what += ["tracking.drain_s=0.1", "run.name=leaky", "checkpoint.disk.every=10", "checkpoint.verify_after=2"]
 
@@ -182,14 +139,12 @@ def test_a_run_gives_no_secret_away(
     assert failed.code == 1
     assert "postgresql://writer:***@db/losses" in failed.stderr
     assert "cannot log in: password=***" in Path("runs/leaky/train.log").read_text()
-    wrong = run_command([*what, "data.train.tokken=hf_inconfiguration", "+data.train.password=1 2"])
-    assert wrong.code == 2
 
     for door in (incidents, status, sync):
         door.main(["runs/leaky"])
     asked = capsys.readouterr()
     assert "row=3" in asked.out
-    said = [one for outcome in (done, failed, wrong) for one in (outcome.stdout, outcome.stderr)]
+    said = [one for outcome in (done, failed) for one in (outcome.stdout, outcome.stderr)]
     assert not found_in(here, *said, asked.out, asked.err)
 
 

@@ -30,7 +30,7 @@ from resilient_train.ground import reader
 from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, text_of, unusable
 from resilient_train.ground.files import digest_of, read_yaml
 from resilient_train.ground.reader import no_such, similar
-from resilient_train.ground.secrets import learn, masked_tree
+from resilient_train.ground.secrets import masked_tree
 
 VERSION_BASE = "1.3"
 
@@ -243,7 +243,6 @@ def composed(
         resolved: Any = OmegaConf.to_container(raw, resolve=True)
     except OmegaConfBaseException as error:
         raise explained(error, given) from error
-    learn(resolved)  # before errors name values of it
     if missing := sorted(OmegaConf.missing_keys(OmegaConf.create(resolved))):
         raise unusable(missing[0], f"has to be given: {missing[0]}=...")
     config = reader.read(Config, resolved, "")
