@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -20,15 +20,14 @@ def clip(
     max_norm: float | None = None,
     max_value: float | None = None,
     over_ranks: OverRanks | None = None,
-    each: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Clip the gradients in place, by norm and then by value. Returns the norm from before.
 
-    `over_ranks` measures sharded gradients; else, where they are alike, `each` gets their single norms.
+    `over_ranks` measures sharded gradients.
     """
     grads = gradients(weights)
     is_plain = _is_plain(grads)
-    norm = _total_norm(grads, each) if is_plain and over_ranks is None else norm_of(grads, over_ranks)
+    norm = norm_of(grads, over_ranks)
     if over_ranks is not None:
         grads = [local_part(grad) for grad in grads]
     if max_norm is not None:
@@ -45,20 +44,11 @@ def clip(
 
 
 class Clipper:
-    def __init__(
-        self,
-        config: ClipConfig,
-        over_ranks: OverRanks | None = None,
-        names: Mapping[int, str] | None = None,
-    ) -> None:
-        """`over_ranks` is where weights are sharded; `names` are those of weights, by id."""
-        self.config, self.over_ranks, self._names = config, over_ranks, names or {}
+    def __init__(self, config: ClipConfig, over_ranks: OverRanks | None = None) -> None:
+        """`over_ranks` is where weights are sharded."""
+        self.config, self.over_ranks = config, over_ranks
         self.is_by_norm = config.max_value is None  # the norm after clipping follows from the one before
-        self._norms: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of single gradients before clipping
         self.changes: list[Callable[[Sequence[torch.Tensor]], None]] = []  # of gradients before that, as in a drill
-
-    def begin(self) -> None:
-        self._norms = []
 
     def clip(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
         """Clip by norm, then by the configured value times `factor`. Returns the norm from before."""
@@ -67,29 +57,14 @@ class Clipper:
         return self._clipped(weights, max_norm, factor)
 
     def _clipped(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
-        each = list[torch.Tensor]()
         max_value = None if self.config.max_value is None else self.config.max_value * factor
-        norm = clip(weights, max_norm, max_value, self.over_ranks, each)
-        self._norms += [([weight for weight in weights if weight.grad is not None], of_each) for of_each in each]
-        return norm
-
-    @property
-    def by_name(self) -> Callable[[], dict[str, float]]:
-        """Return what reads the norms of the update's single gradients: few updates need them."""
-        norms = self._norms
-
-        def read() -> dict[str, float]:
-            pairs = [pair for weights, of_each in norms for pair in zip(weights, of_each.tolist(), strict=True)]
-            return {self._names.get(id(weight), "?"): norm for weight, norm in pairs}
-
-        return read
+        return clip(weights, max_norm, max_value, self.over_ranks)
 
 
-def norm_limit(configured: float | None, tightened: float, usual: float | None, most: float) -> float | None:
-    """Return the norm to clip to: a share of the configured, else of the `usual` one, and at most `most` if not 0."""
+def norm_limit(configured: float | None, tightened: float, usual: float | None) -> float | None:
+    """Return the norm to clip to: a share of the configured, else of the `usual` one."""
     begins = usual if configured is None and tightened < 1 else configured
-    limits = [] if begins is None else [begins * tightened]
-    return min([*limits, most] if most else limits, default=None)
+    return None if begins is None else begins * tightened
 
 
 def gradients(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -122,7 +97,7 @@ def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _total_norm(grads: list[torch.Tensor], each: list[torch.Tensor] | None = None) -> torch.Tensor:
+def _total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of dense gradients of one type on one device. Torch's function would sort them at the same cost.
 
     It is infinite where a gradient is. On a GPU it is finite where only a square is too large for float32: doubles cost
@@ -136,6 +111,4 @@ def _total_norm(grads: list[torch.Tensor], each: list[torch.Tensor] | None = Non
         doubles = None if first.device.type == "mps" else torch.float64
         norms = torch.stack(torch._foreach_norm(grads, 2, dtype=doubles))
         total = torch.linalg.vector_norm(norms)
-    if each is not None:
-        each.append(norms)
     return total.to(torch.float32 if first.dtype in _COARSE else first.dtype)

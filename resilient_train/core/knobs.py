@@ -43,7 +43,6 @@ class Knobs(Numbers):
     ceiling: float = 0.0  # of the rate, as a multiple of the configured one, whatever the schedule says; 0: none
     ceiling_met: bool = False  # the schedule went beyond it since it was set
     leapt_to: float = 0.0  # the multiple that the schedule rose to in one step; 0: it did not
-    norm: float = 0.0  # that gradients are clipped to at most, whatever is configured; 0: no such limit
     warmed: int = 0  # steps done of the present re-warming, ...
     warms_for: int = 0  # ... and all of its steps
     healthy: int = 0  # steps since the last trouble or relaxing
@@ -58,7 +57,7 @@ class Knobs(Numbers):
     @property
     def turned(self) -> tuple[float, ...]:
         """All that shapes an update."""
-        return self.rate, self.clip, self.ceiling, self.leapt_to, self.norm
+        return self.rate, self.clip, self.ceiling, self.leapt_to
 
     def turn_lr(self, factor: float, rewarm: int = 0, *, lasting: bool = False) -> None:
         """Multiply the rate; `rewarm`: climb from zero; `lasting`: relax it last."""
@@ -73,10 +72,9 @@ class Knobs(Numbers):
         self.leapt_to = leapt_to
         self.patience = max(self.patience, _LONG_PATIENCE)
 
-    def turn_clip(self, factor: float, to: float = 0.0) -> None:
-        """Multiply the limits of the clip; with `to`, clip to that norm at most, for the rest of the run."""
+    def turn_clip(self, factor: float) -> None:
+        """Multiply the limits of the clip."""
         self.clip = _bounded(self.clip * factor, MIN_CLIP)
-        self.norm = min(to, self.norm or to) if to else self.norm
 
     def advance(self, *, was_limited: bool = False, may_relax: bool = True) -> None:
         """Count a healthy update; relax after enough. `was_limited`: by the ceiling. `may_relax`: the loss is back."""

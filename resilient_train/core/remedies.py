@@ -119,14 +119,13 @@ class LowerLr(Remedy):
 
 @dataclass(frozen=True)
 class TightenClip(Remedy):
-    """Multiply the limits of the gradient clip; they relax by themselves. Or clip to a norm, and let that stay."""
+    """Multiply the limits of the gradient clip; they relax by themselves."""
 
     order = 80
     factor: float = limited(0.5, above=0, at_most=1)
-    to: float = limited(0.0, at_least=0)  # this norm instead
 
     def apply(self, run: Controls) -> None:
-        run.knobs.turn_clip(1.0 if self.to else self.factor, self.to)
+        run.knobs.turn_clip(self.factor)
 
 
 # By name. Extensions add theirs.

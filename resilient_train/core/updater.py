@@ -75,7 +75,6 @@ class Attempt:
     is_limited: bool  # the schedule asks for a higher rate than the knobs allow
     lr_ratio: float  # the rate as a multiple of the configured one, in the group where that is highest
     clips_to: float | None  # the norm that gradients were clipped to; NaN if it is not known
-    norms: Callable[[], Mapping[str, float]] = dict  # of single gradients before clipping, by name; the host waits
     is_turn: bool = False  # the optimizers stepped one after the other, and each had its gradients clipped alone
     times: int = 1  # that an optimizer stepped in it
 
@@ -133,7 +132,6 @@ class Updater:
 
         `rates` multiply the learning rate: what an experiment asks, not recorded, and what counts as this update's.
         """
-        self.clipper.begin()
         norm, scale, known = self._made_ready(step, self.optimizers, rates)
         try:
             measured, by_rank = self.agreement.reduce(torch.stack([loss, norm, *scale]))
@@ -155,8 +153,6 @@ class Updater:
         rates: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """Let one optimizer step as a part of update `step + 1`. The gradients stay."""
-        if not self.turn.has_stepped:
-            self.clipper.begin()
         norm, scale, known = self._made_ready(step, [optimizer], rates)
         self._of_last_step = scale, known
         try:
@@ -190,7 +186,7 @@ class Updater:
         weights = self.weights if is_all else weights_of(optimizers[0])
         scale = self._unscale(optimizers)
         knobs = self.knobs
-        max_norm = norm_limit(self.clipper.config.max_norm, knobs.clip, self.usual_norm, knobs.norm)
+        max_norm = norm_limit(self.clipper.config.max_norm, knobs.clip, self.usual_norm)
         norm = self.clipper.clip(weights, max_norm, knobs.clip)
         factor = rates[0] * rates[1]
         settings, ratio, asked_ratio = self._set(step, knobs.rate * factor)
@@ -201,7 +197,6 @@ class Updater:
             "lr_ratio": ratio / rates[0],
             "is_limited": ratio < asked_ratio,
             "clips_to": max_norm if is_known else math.nan,
-            "norms": self.clipper.by_name,
         }
         return norm if norm.dtype is torch.float32 else norm.float(), scale, known
 

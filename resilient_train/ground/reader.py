@@ -6,7 +6,6 @@ Types and limits of dataclass fields say what is allowed. A ConfigError has key,
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import sys
@@ -30,40 +29,25 @@ def find_in_working_directory() -> None:
 
 
 def find(key: str, path: Any) -> Any:
-    """Import the object at the dotted path which is the value of `key`, or say which part of it does not exist."""
+    """Import the object at the dotted path which is the value of `key`, or say why it cannot be imported."""
     if not isinstance(path, str) or not path or path == "???":
         why = "give the import path of a class or function, such as my_package.my_module.MyClass"
         raise ConfigError(key, path, why)
-    parts, failed = path.split("."), "cannot be imported:"
-    for count in range(len(parts), 0, -1):
-        name = ".".join(parts[:count])
-        try:
-            found = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-                continue
-            raise ConfigError(key, path, f"{failed} {name} needs {error.name}, which is not installed") from error
-        except Exception as error:
-            raise ConfigError(key, path, f"{failed} {in_one_line(error)}") from error
-        for attribute in parts[count:]:
-            if not hasattr(found, attribute):
-                what = f"{getattr(found, '__name__', found)} has no {attribute}{similar(attribute, dir(found))}"
-                raise ConfigError(key, path, f"{failed} {what}")
-            found = getattr(found, attribute)
-        return found
-    raise ConfigError(key, path, f"{failed} there is no module {parts[0]} on the path")
-
-
-def similar(name: object, known: Iterable[str], then: str = "") -> str:
-    """Suggest the closest known name, if one is close; `then` follows, as a sentence of its own after a suggestion."""
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    if close:
-        return f"; did you mean {close[0]}?" + (f" {then[0].upper()}{then[1:]}" if then else "")
-    return f"; {then}" if then else ""
+    first, *rest = path.split(".")
+    try:
+        found, name = importlib.import_module(first), first
+        for part in rest:
+            name = f"{name}.{part}"
+            if not hasattr(found, part) and hasattr(found, "__path__"):
+                importlib.import_module(name)
+            found = getattr(found, part)
+    except Exception as error:
+        raise ConfigError(key, path, f"cannot be imported: {in_one_line(error)}") from error
+    return found
 
 
 def limited(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
-    """Declare a field with limits: `at_least`, `above`, `at_most`, `one_of`; `null` is what null stands for."""
+    """Declare a field with limits: `at_least`, `above`, `at_most`; `null` is what null stands for."""
     return dataclasses.field(default=default, metadata=limits)
 
 
@@ -87,7 +71,7 @@ class AccelerateConfig:
     fsdp: bool
     activation_checkpointing: bool
     blocks: list[str] | None
-    mixed_precision: str | None = limited(one_of=("no", "bf16", "fp16"))
+    mixed_precision: Literal["no", "bf16", "fp16"] | None
     gradient_accumulation_steps: int = limited(at_least=1)
 
 
@@ -166,7 +150,7 @@ def is_list(node: Any) -> bool:
 def no_such(what: str, name: Any, known: Iterable[str], *, at: str, value: Any = None, hint: str = "") -> ConfigError:
     names = list(known)
     there = f"there {'is' if len(names) < 2 else 'are'} {', '.join(names) or 'none'}"
-    return ConfigError(at, value, f"no such {what}{similar(name, names, there)}{hint and f'; {hint}'}")
+    return ConfigError(at, value, f"no such {what}; {there}{hint and f'; {hint}'}")
 
 
 def checked(key: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
@@ -174,8 +158,7 @@ def checked(key: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
         return limits["null"]
     converted = _converted(value, kind, limits)
     if converted is _REFUSED:
-        got = ", not text" if isinstance(value, str) and "as_is" in limits else ""  # '8' is printed as 8 is
-        raise ConfigError(key, value, f"must be {_allowed(kind, limits)}{got}")
+        raise ConfigError(key, value, f"must be {_allowed(kind, limits)}")
     return converted
 
 
@@ -208,11 +191,9 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
     if origin is dict:
         return value if isinstance(value, Mapping) else _REFUSED
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        has_length = _has_length(origin, inner)
-        if not is_list(value) or (has_length and len(value) != len(inner)):
+        if not is_list(value):
             return _REFUSED
-        kinds = inner if has_length else (*inner, Any)[:1] * len(value)
-        every = [_converted(one, its, limits) for one, its in zip(value, kinds, strict=True)]
+        every = [_converted(one, _of_each(inner), limits) for one in value]
         return _REFUSED if _REFUSED in every else every if origin is list else tuple(every)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind in (int, float):
@@ -223,16 +204,23 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
         return value if is_number and isinstance(value, kind | int) and _is_within(value, limits) else _REFUSED
     if kind is str:
         value = str(value) if is_number and "as_is" not in limits else value  # a name such as 2024
-        return value if isinstance(value, str) and value in limits.get("one_of", (value,)) else _REFUSED
+        return value if isinstance(value, str) else _REFUSED
     if kind is bool and "as_is" not in limits:
         return _BOOLEANS.get(str(value).lower(), _REFUSED)
-    if getattr(kind, "__name__", "") == "Tensor":  # of torch, which is not imported here: no configuration gives one
+    if _is_tensor(kind):
         return _REFUSED
     return value if kind not in _NAMES or isinstance(value, kind) else _REFUSED
 
 
-def _has_length(origin: Any, inner: tuple[Any, ...]) -> bool:
-    return origin is tuple and bool(inner) and ... not in inner
+def _is_tensor(kind: Any) -> bool:
+    """Whether it is torch's, which is not imported here: no configuration gives one."""
+    return getattr(kind, "__name__", "") == "Tensor"
+
+
+def _of_each(inner: tuple[Any, ...]) -> Any:
+    """The type of what a list or tuple holds; any, if its places have different ones."""
+    kinds = {*inner} - {...}
+    return kinds.pop() if len(kinds) == 1 else Any
 
 
 def _is_within(value: float, limits: Mapping[str, Any]) -> bool:
@@ -246,16 +234,14 @@ def _allowed(kind: Any, limits: Mapping[str, Any]) -> str:
     if "null" in limits:
         return f"{_allowed(kind, {name: one for name, one in limits.items() if name != 'null'})} or null"
     if origin in (typing.Union, types.UnionType):
-        typed = [one for one in inner if getattr(one, "__name__", "") != "Tensor"]  # which no configuration can give
-        return " or ".join(_allowed(one, limits) for one in typed)
-    if origin is Literal or (kind is str and "one_of" in limits):
-        names = [str(one) for one in inner or limits["one_of"]]
-        return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+        return " or ".join(_allowed(one, limits) for one in inner if not _is_tensor(one))
+    if origin is Literal:
+        return str(inner[0]) if len(inner) == 1 else f"one of {', '.join(map(str, inner))}"
     if origin is dict:
         return "a mapping"
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        each = f", each {_allowed(inner[0], limits)}" if len({*inner} - {...}) == 1 else ""
-        return f"a list{each}" + (f", {len(inner)} in all" if _has_length(origin, inner) else "")
+        each = _of_each(inner)
+        return "a list" if each is Any else f"a list, each {_allowed(each, limits)}"
     bounds = [f"{name} {limits[key]}" for key, name in _LIMITS.items() if key in limits] if kind in (int, float) else []
     return _NAMES.get(kind, getattr(kind, "__name__", "a value")) + (f" ({', '.join(bounds)})" if bounds else "")
 

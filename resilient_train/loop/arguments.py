@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, field, fields, make_dataclass, replace
 from inspect import isfunction, isgeneratorfunction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -74,7 +74,7 @@ _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "accumulate": (int, {"at_least": 1}),
     "batch_size": (int | None, {"at_least": 1}),
     "clip": (float | None, {"above": 0}),
-    "data_changed": (str, {"one_of": ("refuse", "accept")}),
+    "data_changed": (Literal["refuse", "accept"], {}),
     "disk": (int | None, {"at_least": 0}),
     "expect": (Sequence[int], {"at_least": 1}),
     "steps": (int | None, {"at_least": 0}),

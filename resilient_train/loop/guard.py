@@ -170,7 +170,6 @@ class Guard(EngineGuard):
         clipper = (TrainersClipper if samples.is_fed else Clipper)(
             clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None),
             world.norm if state.is_sharded else None,
-            names={id(weight): name for name, weight in unwrapped.named_parameters()},
         )
         updater = Updater(
             *(optimizers, rates, clipper, world.gather if world.size > 1 else None),

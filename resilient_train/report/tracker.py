@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from resilient_train.durable.journal import BEGAN, ENDED, METRICS, OUTBOX, Outbox
@@ -29,7 +29,7 @@ _MOST_BYTES = 10_000  # of what the process says at once
 
 @dataclass
 class TrackingConfig:
-    kind: str = field(metadata={"one_of": ("mlflow", "none")})
+    kind: Literal["mlflow", "none"]
     uri: str | None
     experiment: str
     drain_s: float = field(metadata={"at_least": 0})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from resilient_train.ground.reader import find, similar
+from resilient_train.ground.reader import find
 
 
 def hf_causal_lm(name: str, pretrained: bool = False, dtype: str = "float32", **overrides: Any) -> nn.Module:
@@ -24,7 +24,7 @@ def hf_causal_lm(name: str, pretrained: bool = False, dtype: str = "float32", **
     plain = read(name)
     for field in overrides:  # a config keeps any keyword, so a typo would silently train another model
         if not hasattr(plain, field):
-            raise ValueError(f"model type {plain.model_type} has no field {field}{similar(field, plain.to_dict())}")
+            raise ValueError(f"model type {plain.model_type} has no field {field}")
     config = read(name, **{"use_cache": False, **overrides})  # cached keys and values are waste in training
     auto = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(name, config=config) if pretrained else auto.from_config(config)

@@ -152,7 +152,7 @@ IDS, X = torch.zeros(2, 4).long(), torch.rand(2, 3)
             r"targets' shape \[2\], got torch.float32 .* \[2, 2\]",
         ),
         (lambda: model_loss(lambda **_: {"logits": 1}, {"input_ids": 1}), "one loss from .* got a dict"),
-        (lambda: hf_causal_lm("gpt2", n_layrs=2), "model type gpt2 has no field n_layrs; did you mean n_layer"),
+        (lambda: hf_causal_lm("gpt2", n_layrs=2), "model type gpt2 has no field n_layrs"),
     ],
 )
 def test_each_says_what_is_wrong(build: Callable[[], Any], error: str) -> None:

@@ -29,7 +29,7 @@ from resilient_train.durable.endings import CONFIG
 from resilient_train.ground import reader
 from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, text_of, unusable
 from resilient_train.ground.files import digest_of, read_yaml
-from resilient_train.ground.reader import no_such, similar
+from resilient_train.ground.reader import no_such
 from resilient_train.ground.secrets import masked_tree
 
 VERSION_BASE = "1.3"
@@ -82,8 +82,8 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
         return TrainError(in_one_line(error))
     text = text_of(error)
     if isinstance(error, OverrideParseException):
-        hint = similar(error.override, VERBS, "quote special characters: 'key=\"a[b]\"'")
-        return unusable(error.override, f"neither a verb nor key=value{hint}")
+        hint = "quote special characters: 'key=\"a[b]\"'"
+        return unusable(error.override, f"neither a verb ({', '.join(VERBS)}) nor key=value; {hint}")
     no_option = r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)"
     if missing := re.search(no_option, text, re.DOTALL):
         group, _, option = missing[1].rpartition("/")
@@ -150,8 +150,8 @@ def check_target(key: str, node: Node, *, given: int = 0) -> Any:
             if value is not None or free[name].default is not None:  # `x: int = None` is a usual way to write it
                 reader.checked(f"{key}.{name}", value, kind, {"as_is": True})  # it is passed on as it is
         elif name not in _HYDRAS_OWN and not takes_any:
-            takes = similar(name, free, f"it takes {', '.join(free) or 'no arguments'}")
-            raise ConfigError(f"{key}.{name}", value, f"{path} has no such argument{takes}")
+            takes = f"it takes {', '.join(free) or 'no arguments'}"
+            raise ConfigError(f"{key}.{name}", value, f"{path} has no such argument; {takes}")
     missing = [name for name, one in free.items() if one.default is one.empty and name not in node]
     if missing and not node.get("_partial_") and "_args_" not in node:
         why = f"lacks the argument {' and '.join(missing)}: give it with +{key}.{missing[0]}=..."

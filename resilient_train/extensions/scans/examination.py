@@ -18,7 +18,7 @@ from resilient_train.extensions import Extension
 from resilient_train.extensions.scans.scans import Scans
 from resilient_train.extensions.scans.weights import NormsConfig, ScanConfig
 from resilient_train.ground.types import Anomaly, Facts, Signal, fact
-from resilient_train.parts.run import Run, nonfinite
+from resilient_train.parts.run import Run
 
 
 class StateScans(Extension, Examiner, Hook):
@@ -84,8 +84,7 @@ class StateScans(Extension, Examiner, Hook):
             return anomaly if all(over) else replace(anomaly, ranks=hit)
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
             return anomaly
-        evidence = anomaly.evidence + nonfinite(update.attempt.norms())
-        return replace(anomaly, **{"evidence": evidence, **self._bad_batch(update, evidence)})
+        return replace(anomaly, **self._bad_batch(update, anomaly.evidence))
 
     def _bad_batch(self, update: Transaction, evidence: Facts) -> dict[str, Any]:
         """Return what an anomaly is if its batch is bad on any rank, and that is not usual."""
