@@ -40,7 +40,7 @@ POLICIES = ("balanced", "conservative", "aggressive", "palm", "skip", "off")
 CONTROLS = ("plain", "skip only", "rewind only")
 REWIND_ONLY = {
     "ladders": {"default": [{"do": ["rewind"], "strikes": None}]},
-    "budget": {"incidents": 50, "run": 100},
+    "budget": {"incidents": 50},
 }
 SEEDS = 5  # healthy runs that tell how much the end varies by itself
 ENDLESS = 10  # attempts per wanted update

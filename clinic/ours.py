@@ -85,7 +85,7 @@ def conservative(program: Program, seed: int, run: Run) -> None:
 def rewind_only(program: Program, seed: int, run: Run) -> None:
     """Train with a ladder of nothing but rewinds."""
     ladders = {"default": [{"do": ["rewind"], "strikes": None}]}
-    guarded(program, seed, run, {"ladders": ladders, "budget": {"incidents": 50, "run": 100}})
+    guarded(program, seed, run, {"ladders": ladders, "budget": {"incidents": 50}})
 
 
 def said(incident: Incident) -> Said:

@@ -17,7 +17,6 @@ from resilient_train.ground.wording import log
 REMEMBERED = 10_000  # updates: further back than the memory snapshots of a run reach
 IN_CHECKPOINT = 2048  # updates
 _AROUND = 2  # steps before and after a declared change without alarms
-_MOST_REPEATS = 2  # of one update that a limit refused by mistake
 
 
 References = Callable[[int], Reference | None]  # the losses up to a step, to compare others with
@@ -43,8 +42,6 @@ class Finding:
 
 class Check(PlainState):
     """A further check. What a class leaves out says nothing; its alarm is a divergence."""
-
-    yields_to_jump: ClassVar = False  # an alarm of the jump check comes first
 
     def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
         """Judge an accepted update. Not `is_learned`: damage is open, its loss above the level to return to."""
@@ -100,7 +97,6 @@ class Checks:
         self.nan_is_usual = False  # healthy batches hold values that are not finite, such as masks
         self.knows_usual_batches = False  # the process before has learned that
         self.declared: set[int] = set()  # steps without alarms
-        self._repeats = 0  # of the newest update
         self._unowned: dict[str, Any] = {}  # lasting state of checks that are not there any more
         self._step = 0  # of the newest update
         for step in config.expect:
@@ -157,16 +153,10 @@ class Checks:
         self._accepted = OrderedDict((other, one) for other, one in self._accepted.items() if other <= trusted)
         self._step = step
         self.episode.rewound(step, {other: loss for other, (loss, _) in self._accepted.items()}, rate)
-        if len(self._accepted) >= self.config.limit.warmup:
-            self.grad_limit.bound(max(norm for _, norm in self._accepted.values()))
 
     def judge(self, vitals: Vitals) -> Finding:
         self._step = vitals.step
         finding = self._judge(vitals)
-        self._repeats = self._repeats + 1 if finding.repeat else 0
-        if self._repeats > _MOST_REPEATS and vitals.refused is not None:  # the raised limit refuses it again
-            evidence = _measured(vitals) + fact("refused_again", times=self._repeats)
-            return _refused(vitals, vitals.refused, evidence)
         anomaly, is_new = finding.anomaly, not self.episode.is_open
         if anomaly is not None and anomaly.landed and (is_new or anomaly.signal is not Signal.NOT_RECOVERED):
             # New damage counts as only reported, until the policy has done something about it.
@@ -203,19 +193,13 @@ class Checks:
         is_learned = not (outside and episode.is_open)
         if is_learned:
             self.grad_limit.learn(vitals.grad_norm)
-        first, last = None, None
-        for one in self._more:
-            alarm = one.landed(step, vitals, self._reference, is_learned=is_learned)
-            if one.yields_to_jump:
-                last = last or alarm
-            else:
-                first = first or alarm
+        alarms = [one.landed(step, vitals, self._reference, is_learned=is_learned) for one in self._more]
         standing = episode.see(step, loss) if episode.is_open else Standing.UNDECIDED
         if standing is Standing.BACK:
             episode.end()
         if self.episode.is_silent:
             return None
-        if alarm := first or jumped or last:
+        if alarm := next(filter(None, alarms), jumped):
             return self._about_loss(vitals, Signal.LOSS_SPIKE if alarm is jumped else Signal.DIVERGENCE, alarm)
         return self.not_recovered(vitals) if standing is Standing.OFF else None
 
@@ -239,6 +223,7 @@ class Checks:
             return Finding(self._about_loss(vitals, Signal.DIVERGENCE, alarm))
         if norms is not None:
             self.grad_limit.make_room(norms)
+            self.refusals.forget()  # what the raised limit refuses again is no new regime
             if signal is Signal.LOSS_SPIKE:  # which no check of the losses has judged: it is off, or the run too young
                 self.level.forget()
             log.info("note: %d updates exceeded the limit; raising it", len(norms))

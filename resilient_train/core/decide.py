@@ -34,7 +34,7 @@ def decide(policy: Policy, case: Case, history: Sequence[Incident]) -> Decision:
             continue
         if strikes >= (policy.strikes if rung.strikes is None else rung.strikes):
             exhausted += 1
-        elif why := _over_budget(policy, actions, case, relevant, history):
+        elif why := _over_budget(policy, actions, case, relevant):
             return Decision(rung=place, gave_up=why)
         elif why := _over_rows(policy, actions, case):
             if cause is not Cause.DATA or case.diagnosis.patchable:
@@ -90,9 +90,7 @@ def _strikes(policy: Policy, rung: Rung, place: int, case: Case, relevant: Seque
     return 0 if reached is not None and case.anomaly.step - reached >= policy.forgive_after else count
 
 
-def _over_budget(
-    policy: Policy, actions: Sequence[Action], case: Case, relevant: Sequence[Incident], history: Sequence[Incident]
-) -> Facts:
+def _over_budget(policy: Policy, actions: Sequence[Action], case: Case, relevant: Sequence[Incident]) -> Facts:
     """Name the budget that is used up, if one is. What helped costs nothing, nor does reporting what landed."""
     budget = policy.budget
     recent = [one for one in _came_again(relevant, case) if one.anomaly.tick >= case.anomaly.tick - budget.window]
@@ -102,8 +100,6 @@ def _over_budget(
         return fact("refused_in_window", count=budget.refused, window=budget.window) if is_over else ()
     if sum(map(_is_severe, recent)) >= budget.incidents:
         return fact("incidents_in_window", count=budget.incidents, window=budget.window)
-    if sum(map(_is_severe, _came_again(history, case))) >= budget.run:
-        return fact("incidents_in_run", count=budget.run)
     return ()
 
 
@@ -129,17 +125,9 @@ def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> Facts:
     return fact("data_broken", bad=guilty, rows=rows, allowed=allowed) if guilty > allowed else ()
 
 
-def recent(policy: Policy, incidents: Iterable[Incident], tick: int) -> list[Incident]:
-    """Return the incidents that may matter: mild ones in the windows of the policy, and no change on purpose."""
-    budget, rungs = policy.budget, [rung for ladder in policy.ladders.values() for rung in ladder]
-    oldest = tick - max(budget.window, budget.in_a_row, policy.forgive_after, *(rung.within or 0 for rung in rungs))
-
-    found: list[Incident] = []
-    for one in incidents:
-        if one.diagnosis.cause is Cause.PROCESS or one.is_accepted or one.is_interrupted:
-            continue
-        lasts = one.decision.gave_up is not None or _is_severe(one)
-        # Unfolding an incident is slow, and a run may have thousands that are over.
-        if lasts or (one.again[-1][0] if one.again else one.anomaly.tick) >= oldest:
-            found += [each for each in one.each if lasts or each.anomaly.tick >= oldest]
-    return found
+def countable(incidents: Iterable[Incident]) -> list[Incident]:
+    """Return the incidents that strikes and budgets count: none of the process, and no change on purpose."""
+    counting = [
+        one for one in incidents if not (one.diagnosis.cause is Cause.PROCESS or one.is_accepted or one.is_interrupted)
+    ]
+    return [each for one in counting for each in one.each]

@@ -20,7 +20,7 @@ _LATEST = 8  # losses whose median is the level where they fell, and whose size 
 _SIGNIFICANT = 3.0  # standard errors from which a slope is not noise
 _SCATTER_OF_FEW = 0.1  # of the size of the losses, where there are too few of them to measure their scatter
 _RISE_OVER_FEW = 2.0  # of their size
-_EARLY_LOOKS = (0.25, 0.5)  # of the window, at which a run that is off is reported before the window is full
+_LOOKS = 4  # within a window, once that is full
 _UNKNOWN = float_info.max  # no loss is above it
 _LONGEST_WAY = 2.0  # times as many steps as before; a lower learning rate allows for no more
 
@@ -205,11 +205,8 @@ class Episode(PlainState):
         if self.ceiling is not None and self.is_at_reference(step):
             self.ceiling = None
         after, window = step - self.goal, self.config.window
-        if after >= window:
-            is_look = after == window or not after % round(_EARLY_LOOKS[0] * window)
-            return self._standing(step, window) if is_look else Standing.UNDECIDED
-        is_look = after > 0 and after in [round(look * window) for look in _EARLY_LOOKS]
-        return Standing.OFF if is_look and self._standing(step, after) is Standing.OFF else Standing.UNDECIDED
+        is_look = after >= window and not (after - window) % (window // _LOOKS)
+        return self._standing(step, window) if is_look else Standing.UNDECIDED
 
     def ends_back(self, step: int) -> bool:
         """Whether a run that ends at `step` is back, however few losses show it. Losses that still fall are not."""

@@ -90,13 +90,13 @@ class HostGate(Gate):
 class DeviceGate(HostGate):
     """Torch's fused optimizers read a flag on the device (`found_inf`), so the host does not wait.
 
-    It does while weights have no state: a refused update would leave some behind, garbage in fused SGD's momentum.
+    It does while weights have no state: a refused update would leave some behind, garbage in fused SGD's momentum. SGD
+    without momentum never has any, so there it always waits.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._on_device = torch.tensor(self.limits, dtype=torch.float32, device=device)
-        self._stateless: set[int] = set()  # ids of weights that have no state after an update, as in plain SGD
 
     def limit(self, loss: float, grad_norm: float) -> None:
         before = self.limits
@@ -108,12 +108,7 @@ class DeviceGate(HostGate):
     @torch.no_grad()
     def step(self, measured: torch.Tensor, optimizers: Sequence[Optimizer]) -> list[float] | None:
         if not self._can_decide(optimizers):
-            numbers = super().step(measured, optimizers)
-            has_stepped = numbers is not None and self.admits(numbers[0], numbers[1])
-            for optimizer in optimizers if has_stepped else ():
-                state = optimizer.state
-                self._stateless.update(id(one) for one in _with_gradient(optimizer) if not state.get(one))
-            return numbers
+            return super().step(measured, optimizers)
         # A loss of -inf is below every limit, but no loss.
         heads = measured[:2].nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)
         refused = (heads > self._on_device).any().float()  # no NaN is left in them
@@ -126,15 +121,10 @@ class DeviceGate(HostGate):
         return None
 
     def _can_decide(self, optimizers: Sequence[Optimizer]) -> bool:
-        for optimizer in optimizers:
-            if _has_hooks(optimizer):
-                return False
-            weights, state = _with_gradient(optimizer), optimizer.state
-            if state and all(map(state.get, weights)):  # the usual case, in every update: a loop in C
-                continue
-            if not all(id(weight) in self._stateless or state.get(weight) for weight in weights):
-                return False
-        return True
+        return not any(map(_has_hooks, optimizers)) and all(
+            all(map(optimizer.state.get, _with_gradient(optimizer)))  # a loop in C
+            for optimizer in optimizers
+        )
 
 
 def gate_of(optimizers: Sequence[Optimizer], device: torch.device) -> Gate:
@@ -168,7 +158,7 @@ class CopyGate:
         self._optimizers = optimizers
         self.steps = Counter[Optimizer]()  # of the newest update, with losses of their own
         self.loss = self.norm = torch.zeros(())  # the sums so far, of the norms as if they were one vector
-        self.rates: list[dict[str, Any]] = []  # the settings of each group, in the step of its highest rate
+        self.rates: Sequence[Mapping[str, Any]] = ()  # the settings of each group, in the newest step
 
     def known(self, optimizer: Any) -> Optimizer:
         for one in self._optimizers:
@@ -179,7 +169,6 @@ class CopyGate:
 
     def begin(self) -> None:
         self.steps.clear()
-        self.rates = []
 
     @property
     def has_stepped(self) -> bool:
@@ -208,8 +197,7 @@ class CopyGate:
             loss, norm = self.loss + loss, torch.hypot(self.norm, norm)
         self.loss, self.norm = loss, norm
         self.steps[optimizer] += 1
-        pairs = zip([*self.rates, *settings[len(self.rates) :]], settings, strict=True)
-        self.rates = [dict(max(pair, key=lambda one: float(one["lr"] or 0.0))) for pair in pairs]
+        self.rates = settings
         gate.limit(NO_LIMIT, limits[1])  # that of the loss is for the sum
         try:
             gate.step(measured, [optimizer])

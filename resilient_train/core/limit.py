@@ -43,7 +43,6 @@ class GradLimit(PlainState):
     """
 
     saved = ("limit", "_norms", "_early", "_fresh")
-    persistent = ("upper_bound",)
 
     def __init__(self, config: LimitConfig) -> None:
         self.config = config
@@ -51,7 +50,6 @@ class GradLimit(PlainState):
         self._norms: deque[float] = deque(maxlen=config.window)
         self._early: float | None = None  # the 90th percentile of the first norms
         self._fresh = 0  # norms since the last refresh
-        self.upper_bound = NO_LIMIT  # of the limit after a rewind, until there are enough norms again
 
     @property
     def largest(self) -> float:
@@ -76,7 +74,7 @@ class GradLimit(PlainState):
         if not self.is_warm:
             # Of the median, not of the largest: in a run that explodes from the start every norm is the largest so far.
             times = _EARLY_LIMIT if len(self._norms) >= _FEW else _FIRST_LIMIT
-            self.limit = min(self.upper_bound, as_float32(times * median) if median > 0 else NO_LIMIT)
+            self.limit = as_float32(times * median) if median > 0 else NO_LIMIT
             return
         if self._early is None:
             # The first updates landed without a limit: one absurd norm would raise it for a whole window.
@@ -88,20 +86,13 @@ class GradLimit(PlainState):
         early = min(self._early, self.config.early_factor * largest)
         self.limit = as_float32(max(self.config.grad_factor * largest, early))
 
-    def bound(self, largest: float) -> None:
-        """Bound the limit by the largest norm before a rewind, until there are enough norms again."""
-        if self.config.every and largest > 0:
-            self.upper_bound = as_float32(self.config.grad_factor * largest)
-            self._refresh()
-
     def make_room(self, norms: list[float]) -> None:
-        self.upper_bound = NO_LIMIT
         self._norms.extend(norms)
         self._refresh()
 
     def forget(self) -> None:
         self._norms.clear()
-        self._early, self.upper_bound = None, NO_LIMIT
+        self._early = None
         self._refresh()
 
 
@@ -132,6 +123,9 @@ class Refusals(PlainState):
         self._recent = [*lately, (which, step, norm)]
         norms = [one[2] for one in self._recent]
         return norms if len(norms) >= self.config.regime else None
+
+    def forget(self) -> None:
+        self._recent = []
 
     @property
     def since(self) -> int:

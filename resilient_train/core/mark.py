@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from resilient_train.core.copies import Stateful, restore_changed, room
+from resilient_train.core.copies import Stateful, restore_item, room
 from resilient_train.core.state import optimizer_tree, restore_optimizer, weights_of
 from resilient_train.core.tree import Tree, copy_into, local_part, put_together, taken_apart
 
@@ -53,7 +53,6 @@ class Marks:
         self._model = model
         self.list_modules()
         self._spare: list[tuple[Sequence[torch.Tensor], list[torch.Tensor]]] = []
-        self._memory: dict[Optimizer, list[torch.Tensor]] = {}  # of the copies of full marks
 
     def list_modules(self) -> None:
         """List those of the model as it is now: `named_buffers` would walk the tree in every update."""
@@ -78,10 +77,7 @@ class Marks:
         if optimizer in mark.steps:
             return
         plain, sources = taken_apart({"weights": weights_of(optimizer), "optimizer": optimizer_tree(optimizer)})
-        copies = room(sources, self._memory.get(optimizer, []), torch.empty_like)
-        copy_into(copies, sources)
-        self._memory[optimizer] = copies
-        mark.steps[optimizer] = plain, copies
+        mark.steps[optimizer] = plain, [one.detach().clone() for one in sources]
 
     def undo_steps(self, mark: Mark) -> bool:
         """Put back the optimizers that have stepped, and their weights; say whether there are any."""
@@ -97,7 +93,7 @@ class Marks:
         """Put everything back. With `keeps_scale` the loss scale stays, as after an overflow."""
         self.undo_steps(mark)
         for name, saved in mark.kept.items():
-            restore_changed(self._kept[name], saved)
+            restore_item(self._kept[name], saved)
         self.put_back(mark, {*map(id, self.scale())} if keeps_scale else set())
         self._undone(mark)
 

@@ -43,10 +43,6 @@ def _actions_of(key: str, nodes: Any) -> tuple[Action, ...]:
     actions = _each_of(_action, key, nodes, shape)
     if not actions:
         raise unusable(key, "a rung needs a remedy; to leave things as they are, say [report]")
-    names = [one.remedy for one in actions]
-    for place, name in enumerate(names):
-        if name in names[:place]:
-            raise unusable(f"{key}[{place}]", f"{name} is named twice in one rung")
     return tuple(sorted(actions, key=lambda one: KNOWN[one.remedy].order))
 
 
@@ -80,7 +76,6 @@ class Budget:
 
     # Those whose fault came again within the window, unless they only skipped, repeated, reported or quarantined rows.
     incidents: int = limited(10, at_least=0)
-    run: int = limited(100, at_least=0)  # the same, in the whole run
     refused: int = limited(500, at_least=0)  # updates skipped or retried, the same within the window
     in_a_row: int = limited(50, at_least=0)  # updates refused with no accepted one between them
     window: int = limited(1000, at_least=1)  # ticks

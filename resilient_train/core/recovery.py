@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from resilient_train.core.controls import Controls
-from resilient_train.core.decide import decide, recent
+from resilient_train.core.decide import countable, decide
 from resilient_train.core.protocols import NewRegime, Parts, Store
 from resilient_train.core.remedies import is_mild
 from resilient_train.core.transaction import Transaction, Update
@@ -74,7 +74,7 @@ class Recovery:
         self._distrust(anomaly.since, reached_weights=reached_weights)
         parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
-        history = recent(self.policy, self.incident_log.incidents, parts.clock.tick)
+        history = countable(self.incident_log.incidents)
         try:
             diagnosis = self.diagnoser.explain(anomaly, update, refused, history)
         except NewRegime as why:

@@ -166,7 +166,6 @@ class Ring:
         """Restore a state. All snapshots stay."""
         self.copier.wait()
         self._state.restore(parts)
-        self._frozen.restored(self._state.live()["weights"])
 
     def settle_slots(self, size: int) -> tuple[int, float]:
         """Agree with all ranks on how many snapshots of `size` bytes fit, at least two; drop those that do not. Returns

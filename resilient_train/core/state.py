@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from resilient_train.core import randomness
 from resilient_train.core.copies import Stateful, restore_item
 from resilient_train.core.tree import Share, Tree, copy_into, fits, is_sharded, local_part, to_original_device
 from resilient_train.ground.errors import in_one_line, unusable
+from resilient_train.ground.wording import log
 
 LR_OF_GUARD = "lr_of_guard"  # a key of a group whose rates are the guard's: the lr that it set; rewinds with the group
 Pairs = list[tuple[Any, Any]]  # of a tensor of the run, and a copy of it or of this rank's part
@@ -43,7 +43,6 @@ class RunState:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.model, self.optimizers, self.clock, self.device = model, list(optimizers), clock, device
-        self._names: Any = WeakTensorKeyDictionary()  # all that a weight has had: pruning renames, for example
         self.kept: dict[str, Stateful] = {}  # by the user
         self._stateful: dict[str, Stateful] = {"position": samples}
         self._stateful |= {f"schedule.{number}": schedule for number, schedule in enumerate(schedules)}
@@ -63,20 +62,18 @@ class RunState:
 
     def restore(self, parts: Mapping[str, Tree]) -> None:
         """Restore a copy of what `live` returned, in place: tensors keep their addresses, gradients are dropped, and
-        what the loop has added since (weights, buffers of modules with such weights) stays as it is.
+        weights and buffers that the loop has added since stay as they are.
         """
-        copy_pairs(self.pairs(parts["weights"]))
+        copy_pairs(pairs := self.pairs(parts["weights"]))
+        if len(pairs) < len(parts["weights"]):
+            log.warning("weights that were renamed, resized or removed since step %d are not rewound", parts["clock"])
         for weight in self.model.parameters():
             weight.grad = None
-        live = dict(self.model.named_parameters())
-        changed = tuple({name.rpartition(".")[0] for name in live.keys() - parts["weights"].keys()})
-        buffers: dict[str, dict[str, Any]] = {
-            path: dict(module._buffers) for path, module in self.model.named_modules() if path.startswith(changed)
-        }
+        buffers = {path: dict[str, Any](module._buffers) for path, module in self.model.named_modules()}
         for path, value in parts["buffers"].items():
             owner, _, name = path.rpartition(".")
             buffers.setdefault(owner, {})[name] = value
-        _restore_tables([(module._buffers, buffers.get(path, {})) for path, module in self.model.named_modules()])
+        _restore_tables([(module._buffers, buffers[path]) for path, module in self.model.named_modules()])
         for number, optimizer in enumerate(self.optimizers):
             restore_optimizer(optimizer, parts[f"optimizer.{number}"])
         self.clock.step = parts["clock"]
@@ -86,20 +83,14 @@ class RunState:
         randomness.restore(states, self.device)  # last, because the calls above may draw random numbers
 
     def pairs(self, saved: Mapping[str, Tree]) -> Pairs:
-        """Return the weights that a copy has, whatever they are called since, each with that copy."""
-        pairs: Pairs = []
-        for name, weight in self.model.named_parameters():
-            known = [saved[one] for one in (name, *self._names.get(weight, {})) if one in saved]
-            pairs += [(weight, one) for one in known[:1] if one.shape == weight.shape]
-        return pairs
+        """Return the weights that a copy has, each with that copy."""
+        live = self.model.named_parameters()
+        return [(one, saved[name]) for name, one in live if name in saved and saved[name].shape == one.shape]
 
     def live(self) -> dict[str, Tree]:
         """Everything that rewinds, by part; the tensors are the run's own."""
-        weights = dict(self.model.named_parameters())
-        for name, weight in weights.items():
-            self._names.setdefault(weight, {})[name] = None
         parts: dict[str, Tree] = {
-            "weights": weights,
+            "weights": dict(self.model.named_parameters()),
             "buffers": {  # including those that a state_dict leaves out, and names that are None so far
                 f"{path}.{name}" if path else name: buffer
                 for path, module in self.model.named_modules()
@@ -116,22 +107,16 @@ class RunState:
 class _LossScale:
     """The state of a GradScaler, left on its device: the scaler's own `state_dict` would wait for the device."""
 
-    _FIELDS = ("_growth_factor", "_backoff_factor", "_growth_interval")
-
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
         self._scaler = scaler
         if scaler._scale is None:  # else the scaler would make its tensors at its first use
             scaler._lazy_init_scale_growth_tracker(device)
 
     def state_dict(self) -> dict[str, Any]:
-        scaler = self._scaler
-        tensors = {"scale": scaler._scale, "growth_tracker": scaler._growth_tracker}
-        return {**tensors, **{name: getattr(scaler, name) for name in self._FIELDS}}
+        return {"scale": self._scaler._scale, "growth_tracker": self._scaler._growth_tracker}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         scaler: Any = self._scaler
-        for name in self._FIELDS:
-            setattr(scaler, name, state[name])
         copy_into([scaler._scale, scaler._growth_tracker], [state["scale"], state["growth_tracker"]])
 
 

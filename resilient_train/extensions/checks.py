@@ -135,7 +135,6 @@ class Creep(Check):
     """The loss climbs from block to block, though no single step is a jump."""
 
     saved = ("_block", "_means", "_sum", "_since")
-    yields_to_jump = True
 
     def __init__(self, config: CreepConfig, level: Level) -> None:
         self.config, self.level = config, level

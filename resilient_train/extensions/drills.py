@@ -30,7 +30,7 @@ from resilient_train.core.tree import leaves, local_part
 from resilient_train.data.trees import rebuilt
 from resilient_train.extensions import Extension
 from resilient_train.ground.errors import ConfigError, unusable
-from resilient_train.ground.reader import check, is_list, limited, mapping, no_such, read
+from resilient_train.ground.reader import is_list, limited, mapping, no_such, read
 from resilient_train.ground.wording import counted, log
 from resilient_train.parts.run import Run
 
@@ -39,14 +39,11 @@ _APART = 10**12  # firing 3_000000000100 is that of the fault with index 3 at ti
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that goes wrong on purpose. Its settings are checked when it is made."""
+    """Something that goes wrong on purpose."""
 
     name: ClassVar[str]
     seed: int = limited(0, at_least=0)  # of its random numbers
     optional: bool = False  # leave it out, instead of refusing it, if the run has nothing that it could spoil
-
-    def __post_init__(self) -> None:
-        check(self)
 
     def lacks(self, thing: Any) -> str | None:
         """Say why it cannot spoil this; None if it can."""
@@ -65,7 +62,6 @@ class TickFault(Fault):
     ]  # batch, loss, gradients (it is given the weights), rate; state: weights, moments, the process
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.at:
             raise unusable("at", f"{self.name} would never strike: give it ticks, such as [100]")
 
@@ -273,7 +269,6 @@ class BadRow(Fault):
     factor: float = limited(1e4, above=0)  # what an outlier is multiplied by
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.rows and not self.share:
             raise unusable("rows", "no row would be bad: name some, such as [17], or a share above 0")
 

@@ -93,7 +93,6 @@ def unusable(key: str, why: str) -> ConfigError:
 
 _LIBRARIES = {"hydra", "omegaconf", "importlib", "torch", "accelerate"}
 _STDLIB = os.path.dirname(os.__file__)
-_VALUES = re.compile(r"(?<=found invalid values):\s*tensor\(.*", re.DOTALL)  # of torch.distributions: they tell little
 
 
 def text_of(error: BaseException) -> str:
@@ -111,11 +110,9 @@ def in_one_line(error: BaseException) -> str:
     if "Original Traceback" in text:  # of a data worker: torch passes its frames on as text
         frames = [(name, int(line)) for name, line in re.findall(r'File "(.+?)", line (\d+)', text)]
         kind, _, text = text.strip().splitlines()[-1].partition(": ")
-    if isinstance(error, SyntaxError) and error.filename:
-        frames, text = [(error.filename, error.lineno)], error.msg
     theirs = [f"{name}:{line}" for name, line in frames if not is_plumbing(name)]
     own = [place for place in theirs if "site-packages" not in place and not place.startswith(_STDLIB)]
-    return f"{kind}: {_short(_VALUES.sub('', text), 300)}" + (f" ({(own or theirs)[-1]})" if theirs else "")
+    return f"{kind}: {_short(text, 300)}" + (f" ({(own or theirs)[-1]})" if theirs else "")
 
 
 def short_message(error: BaseException) -> str:

@@ -125,15 +125,6 @@ def read(kind: type[T], tree: Any, key: str) -> T:
         raise type(error)(f"{prefix}{error.key}", error.value, error.why) from error
 
 
-def check(instance: Any) -> None:
-    """Check the values of a dataclass; lists become what their types say."""
-    kinds = hints(type(instance))  # type: ignore[arg-type]
-    for one in dataclasses.fields(instance):
-        if one.init:
-            value = checked(one.name, getattr(instance, one.name), kinds.get(one.name, Any), one.metadata)
-            object.__setattr__(instance, one.name, value)
-
-
 def mapping(node: Any, key: str, known: Collection[str], what: str = "key") -> dict[str, Any]:
     if not isinstance(node, Mapping):
         raise ConfigError(key, node, f"must be a mapping with the keys {', '.join(known)}")

@@ -188,7 +188,6 @@ OUTCOMES = {
 EVIDENCE = {
     "text": "{text}",  # of an exception, the system or the user
     "measured": "loss {loss:.4g}, gradient norm {norm:.4g}",
-    "refused_again": "refused {times} times",
     "loss_outside": "loss {loss:.4g} where {low:.4g} to {high:.4g} was usual<stays?, and it stays>",
     "loss_climbs": "loss {loss:.4g}, climbing since step {since}; {low:.4g} to {high:.4g} was usual",
     "refused_often": "{count:update} were refused within a few steps",
@@ -337,7 +336,6 @@ GAVE_UP = {
     "none_applies": "none of the remedies for {cause} can be applied here",
     "refused_in_window": "the budget of {count:refused update} within {window:update} is used up",
     "incidents_in_window": "the budget of {count:incident} within {window:update} is used up",
-    "incidents_in_run": "the budget of {count:incident} in a run is used up",
     "nothing_left": "the policy has nothing left",
     "data_broken": "the data set is broken: {bad} of its {rows:row} are bad, and the budget allows for {allowed}",
 }

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from resilient_train.ground.sentences import INCIDENT, OUTCOMES, REMEDIES, SENTENCES, SIGNALS, SINGULAR
@@ -126,13 +126,8 @@ def place_named(where: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Say how long something took: 42 s, 3:05, 2:10:00."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    """Say how long something took: 2:10:00."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 # How the values of facts are said.

@@ -338,7 +338,7 @@ def test_a_deep_rewind_that_has_not_helped(back_to: int, seed: int) -> None:
     assert (first.signal, first.since, first.landed) == (Signal.NOT_RECOVERED, back_to, True)
     assert 500 < first.step <= 550
     run.rewind(first, five_hundred(seed)[1][back_to], back_to)
-    assert run.alarms(curve(580, seed=10 + seed)[back_to:]) == []
+    assert run.alarms(curve(620, seed=10 + seed)[back_to:]) == []
     assert not run.checks.episode.is_open
 
 

@@ -90,11 +90,6 @@ def spent(count: int) -> Facts:
             [landed(10), landed(20), landed(70), landed(71)],
             [1, 1, 1, fact("incidents_in_window", count=2, window=51)],
         ),
-        "a run": (
-            {"budget": {"run": 2}, "forgive_after": 1},
-            [landed(n) for n in (1, 9000, 90000)],
-            [1, 1, fact("incidents_in_run", count=2)],
-        ),
         "refused updates": (
             {"budget": {"refused": 2, "window": 10}, "forgive_after": 1},
             [refused(n) for n in (1, 3, 14, 16, 18)],
@@ -198,12 +193,11 @@ def ladder(*rungs: Any) -> dict[str, Any]:
         (ladder([]), "recovery.ladders.data[0]: a rung needs a remedy; to leave things as they are, say [report]"),
         (ladder({"do": ["skip"], "strike": 2}), "data[0].strike=2: no such key; there are do,"),
         (ladder({"skip": {"updates": 3}}), "recovery.ladders.data[0]={'skip': {'updates': 3}}: a rung is a list"),
-        (ladder(["skip", "rewind", "skip"]), "recovery.ladders.data[0][2]: skip is named twice in one rung"),
         ({"ladders": {"default": "skip"}}, "recovery.ladders.default=skip: a ladder is a list of rungs"),
         ({"ladders": {"default": [], "dat": []}}, "recovery.ladders.dat=[]: no such cause; there are default, data"),
         ({"ladders": {"data": []}}, "recovery.ladders.default: has to be given"),
         ({}, "recovery.ladders: has to be given"),
-        ({**ladder(), "budget": 5}, "recovery.budget=5: must be a mapping with the keys incidents, run, refused"),
+        ({**ladder(), "budget": 5}, "recovery.budget=5: must be a mapping with the keys incidents, refused"),
     ],
 )
 def test_what_is_wrong_in_a_policy_is_named_by_its_position(tree: Any, said: str) -> None:

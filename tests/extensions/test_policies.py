@@ -108,7 +108,7 @@ def test_what_a_quarantine_costs() -> None:
     """
     assert not is_mild([Action("rewind"), Action("quarantine")])
     quarantine = {"do": ["quarantine"], "strikes": None}
-    policy = parse(default(quarantine, budget={"refused": 3, "incidents": 0, "run": 0}))
+    policy = parse(default(quarantine, budget={"refused": 3, "incidents": 0}))
     made = decisions(policy, [refused(n) for n in range(1, 9, 2)], ANY, guilty(1))
     assert rungs(made) == [0, 0, 0, fact("refused_in_window", count=3, window=1000)]
     few = parse(default(quarantine, {"do": ["skip"], "strikes": None}, budget={"rows": 0}))
