@@ -1,9 +1,9 @@
-"""Copies of tensors: into a snapshot, of frozen weights for all snapshots; of buffers and what is kept, as it was."""
+"""Copies of tensors: into a snapshot; of buffers and what is kept, as it was."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -74,39 +74,10 @@ class Copier:
         self._copied, self._sources = None, []
 
 
-class Frozen:
-    """Knows the newest copy of each frozen weight: as long as the weight stays as it was, all snapshots share that."""
-
-    def __init__(self) -> None:
-        self._now: dict[str, tuple[Any, ...]] = {}  # shape and digest by name, at the last look
-        self._copies: dict[str, tuple[tuple[Any, ...], torch.Tensor]] = {}  # and of what was copied
-
-    def unchanged(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the copies of those weights that are as they were.
-
-        The contents decide: the usual `target.data.mul_(0.99)` does not increase a version. Reading the digests waits
-        for the device, once for each snapshot, if there are frozen weights.
-        """
-        frozen = {name: one for name, one in weights.items() if not one.requires_grad and _has_digest(one)}
-        digests = [_digest(one.detach()) for one in frozen.values()]
-        read = torch.stack([one.to(digests[0].device) for one in digests]).tolist() if digests else []
-        pairs = zip(frozen.items(), read, strict=True)
-        self._now = {name: (weight.shape, weight.dtype, digest) for (name, weight), digest in pairs}
-        return {name: copy for name, (then, copy) in self._copies.items() if self._now.get(name) == then}
-
-    def copied(self, copies: Mapping[str, torch.Tensor]) -> None:
-        """Note the copies of what the weights were at the last look."""
-        self._copies = {name: (now, copies[name]) for name, now in self._now.items()}
-
-
-def _has_digest(weight: torch.Tensor) -> bool:
-    """Whether its bits can be read as integers of eight bytes; one of another kind is copied each time."""
-    is_plain = type(weight.detach()) is torch.Tensor and weight.layout is torch.strided and weight.is_contiguous()
-    return is_plain and not weight.nbytes % 8 and not weight.storage_offset() * weight.element_size() % 8
-
-
-def _digest(weight: torch.Tensor) -> torch.Tensor:
-    return weight.reshape(-1).view(torch.int64).sum()
+def is_same(weight: torch.Tensor, copy: Tree) -> bool:
+    """Whether a weight is as it was copied. Waits for the device, to which the copy goes for that."""
+    is_plain = type(weight.detach()) is torch.Tensor is type(copy)  # others may hide what they hold
+    return is_plain and fits(copy, weight) and torch.equal(weight, copy.to(weight.device))
 
 
 class Stateful(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from resilient_train.core.copies import Copier, Frozen, room
+from resilient_train.core.copies import Copier, is_same, room
 from resilient_train.core.state import RunState
 from resilient_train.core.tree import Tree, put_together, taken_apart
 from resilient_train.ground.files import available_memory
@@ -51,7 +51,6 @@ class Ring:
         self._reference_step = 0  # the newest step that was trusted then; 0: nothing is kept
         self._branch_step = 0  # the lowest step rewound to since `_set_aside` was taken
         self._spare: list[list[torch.Tensor]] = []  # memory of dropped snapshots
-        self._frozen = Frozen()
         self.copier = Copier(state.device)
         self._allowed: float | None = None  # bytes, agreed on at the first use
         self.slots = 0  # the number of snapshots that fit, as of the last `settle_slots`
@@ -64,7 +63,7 @@ class Ring:
         if not self.every or any(snapshot.step == step for snapshot in self.snapshots):
             return None
         live = self._state.live() | {"clock": step}  # the verdict on this step may be pending
-        weights, shared = live["weights"], self._frozen.unchanged(live["weights"])
+        weights, shared = live["weights"], self._unchanged(live["weights"])
         live["weights"] = {name: one for name, one in weights.items() if name not in shared and one.requires_grad}
         frozen = {name: one for name, one in weights.items() if name not in shared and not one.requires_grad}
         # Only optimizers change these: they can be copied later. Frozen weights may be changed by the loop at any time.
@@ -78,12 +77,21 @@ class Ring:
         copies = room(new, [], self.copier.empty)
         self.copier.fill(own + copies, [*sources, *rest, *new], len(sources))
         parts: dict[str, Tree] = put_together({**plain, **plain_rest}, own)
-        shared |= put_together(plain_frozen, copies)
-        self._frozen.copied(shared)
-        parts["weights"] |= shared
+        parts["weights"] |= shared | put_together(plain_frozen, copies)
         snapshot = Snapshot(step, parts, own, self._spare, verified=verified)
         self.snapshots.append(snapshot)
         return snapshot
+
+    def _unchanged(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the copies of frozen weights that are as in the newest snapshot, for all snapshots to share. Waits for
+        the device, if there are any.
+        """
+        if not self.snapshots:
+            return {}
+        newest, frozen = self.snapshots[-1], {name: one for name, one in weights.items() if not one.requires_grad}
+        own = {*map(id, newest.own)}  # of weights that were trained then: this memory is used again
+        copies = {name: one for name, one in newest.parts["weights"].items() if name in frozen and id(one) not in own}
+        return {name: one for name, one in copies.items() if is_same(frozen[name], one)}
 
     def oldest_position(self, now: int) -> int:
         return int(self.snapshots[0].parts["position"]["position"]) if self.snapshots else now
@@ -185,7 +193,6 @@ class Ring:
         if not self.slots:
             self.snapshots.clear()
             self._spare.clear()
-            self._frozen = Frozen()
         return size, self._allowed
 
     def _make_room(self, now: int) -> bool:
