@@ -35,8 +35,6 @@ INCIDENT = {
 incident {{id}}, {_SIGN}
   at {{opened:time}}, tick {{tick}}
 {_BODY}
-<  what failed of it: {{symptom:culprit}}>
-  {{inputs:lines}}
   outcome: {_OUTCOME}""",
     "final": f"""\
 gave up at {_SIGN}
@@ -54,7 +52,6 @@ gave up at {_SIGN}
 PARTS = {
     "culprit": "{op}< in {module}>, {file}:{line:id}<, {phase}>",
     "blamed_rows": "{rows:few}",
-    "got": "{op} got {values:pairs}",
     "arm": "  <lowered?learning rate x{rate}><!lowered?as it is><rewound? from step {since}>: later loss {loss:.4g}, {anomalies:update} refused<won?, chosen>",
     "nothing_done": "nothing was done",
     "being_handled": "being handled",

@@ -174,7 +174,6 @@ def about(incident: Incident) -> dict[str, Any]:
     gave_up, has_rewound = incident.decision.gave_up, incident.rewound_to is not None
     first = anomaly.since + 1
     reached = ("now" if first >= anomaly.step else "earlier") if anomaly.landed else "not"
-    culprits = filter(None, (diagnosis.culprit, diagnosis.symptom))
     recurred = fact("recurred_to_the_end" if incident.outcome is Outcome.RECURRED else "loss_not_back")
     return {
         **known_of(incident),
@@ -183,8 +182,6 @@ def about(incident: Incident) -> dict[str, Any]:
         "first": first,
         "meant": anomaly.landed and anomaly.signal in _MAY_BE_MEANT,
         "blamed": blamed(diagnosis),
-        "symptom": diagnosis.symptom and asdict(diagnosis.symptom),
-        "inputs": [{"fact": "got", "op": one.op, "values": given} for one in culprits for given in one.inputs],
         "gave_up": gave_up is not None,
         "why": gave_up or fact("nothing_left"),
         "remedies": _remedies(incident.decision.actions, incident) or fact("nothing_done"),
