@@ -1,57 +1,20 @@
 """The endless stream of samples: perm(seed, 0), then perm(seed, 1), and so on without end.
 
 Everything here is arithmetic on positions. A position counts samples, never batches, so it means the same
-for any number of processes, workers and micro-batches, and jumping to one costs nothing.
+for any number of processes, workers and micro-batches, and jumping to one costs no more than its epoch's order.
+Whoever changes that order raises the format of checkpoints: a position in them would mean other rows.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
-from itertools import repeat
+from itertools import cycle, repeat
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
-
-_AT_ONCE = 2**13  # rows that numpy permutes whole, in less time than the rounds below take for some of them
-
-# Whoever changes the order raises the format of checkpoints: a position in them would mean other rows.
-_ROUNDS = 8  # 4 are known to look random
-_MIX = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))  # the finalizer of MurmurHash3
-_SHIFT, _HALF = np.uint64(33), np.uint64(32)
-
-
-def permuted(start: int, stop: int, rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Return places `[start, stop)` of the order that `rows` rows have in this epoch."""
-    if rows <= _AT_ONCE:
-        return np.random.default_rng([seed, epoch]).permutation(rows)[start:stop]
-    keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
-    width = math.isqrt(rows - 1) + 1
-    sizes = np.uint64(width), np.uint64(-(-rows // width))
-    numbers = _once(np.arange(start, stop, dtype=np.uint64), sizes, keys)
-    while (outside := numbers >= rows).any():
-        numbers[outside] = _once(numbers[outside], sizes, keys)
-    return numbers
-
-
-def _once(numbers: np.ndarray, sizes: tuple[np.uint64, np.uint64], keys: np.ndarray) -> np.ndarray:
-    halves = [numbers % sizes[0], numbers // sizes[0]]
-    for index, key in enumerate(keys):
-        changed, other = index % 2, 1 - index % 2
-        hashed = halves[other] + key
-        for mix in _MIX:
-            hashed = (hashed ^ (hashed >> _SHIFT)) * mix
-        size = sizes[changed]
-        moved = halves[changed] + (((hashed >> _HALF) * size) >> _HALF)  # less than twice the size
-        halves[changed] = np.where(moved < size, moved, moved - size)
-    return halves[0] + halves[1] * sizes[0]
-
-
-# Places of an epoch whose rows are computed together: one by one they would cost a small update 5 % of its time.
-_BLOCK = _AT_ONCE
 
 _SUBSTITUTE = 1  # numbers drawn for one purpose are independent of those for another. Permutations have no such mark
 _OTHERS = 2
@@ -114,7 +77,7 @@ class Stream:
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
         self.skipped = Ranges()
         self.quarantined: set[int] = set()
-        self._order = lru_cache(maxsize=2)(self._rows_of)  # most updates span at most two blocks
+        self._order = lru_cache(maxsize=2)(self._rows_of)  # most updates span at most two epochs
 
     def take(self, position: int, count: int) -> Span:
         spans = self.skipped.outside(position, count)
@@ -133,31 +96,24 @@ class Stream:
         """Return as many keys of other healthy rows, each in the epoch of the key in its place. Rows repeat, or are of
         `keys`, only if too few are left; none is in quarantine or in `without`, so the list may be empty.
         """
-        healthy = self.rows - len(self.quarantined)
-        left_out = {*without} - self.quarantined
-        if len(with_these := left_out.union(key.row for key in keys) - self.quarantined) < healthy:
-            left_out = with_these
-        if not (left := healthy - len(left_out)):
-            return []
+        left_out = self.quarantined.union(without)
+        with_these = left_out.union(key.row for key in keys)
+        left_out = with_these if len(with_these) < self.rows else left_out
+        left = self.rows - len(left_out)
         origin = [number for key in keys for number in (key.epoch, key.row)]
         numbers = np.random.default_rng([self.seed, draw, *origin, _OTHERS])
-        others: list[Key] = []
-        used: set[int] = set()
-        while len(others) < len(keys):
+        others: dict[int, None] = {}
+        while len(others) < min(len(keys), left):
             row = int(numbers.integers(self.rows))
-            if row not in left_out and row not in used and row not in self.quarantined:
-                others.append(Key(self.seed, keys[len(others)].epoch, row))
-                used.add(row)
-                if len(used) == left:
-                    used.clear()
-        return others
+            if row not in left_out:
+                others[row] = None
+        return [Key(self.seed, key.epoch, row) for key, row in zip(keys, cycle(others), strict=False)]
 
     def keys(self, start: int, stop: int) -> list[Key]:
         keys: list[Key] = []
         while start < stop:
             epoch, slot = divmod(start, self.rows)
-            block, first = divmod(slot, _BLOCK)
-            rows = self._order(epoch, block)[first : first + stop - start]
+            rows = list(map(int, self._order(epoch)[slot : slot + stop - start]))
             if not self.quarantined.isdisjoint(rows):
                 bad = self.quarantined
                 rows = [self._substitute(epoch, slot + at) if row in bad else row for at, row in enumerate(rows)]
@@ -165,12 +121,8 @@ class Stream:
             start += len(rows)
         return keys
 
-    def _rows_of(self, epoch: int, block: int) -> list[int]:
-        start, stop = block * _BLOCK, min(self.rows, (block + 1) * _BLOCK)
-        if not self.shuffle:
-            return list(range(start, stop))
-        order: list[int] = permuted(start, stop, self.rows, self.seed, epoch).tolist()
-        return order
+    def _rows_of(self, epoch: int) -> Sequence[int] | np.ndarray:
+        return np.random.default_rng([self.seed, epoch]).permutation(self.rows) if self.shuffle else range(self.rows)
 
     def _substitute(self, epoch: int, slot: int) -> int:
         numbers = np.random.default_rng([self.seed, epoch, slot, _SUBSTITUTE])
