@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import random
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +19,9 @@ from resilient_train.ground.errors import StorageFailed, in_one_line
 from resilient_train.ground.wording import counted, log
 
 PAUSES_S = (0.1, 0.3, 1.0, 2.0, 4.0)  # before each retry of an update, not of each of its rows
-_BEAT_S = 0.5
-
-_LASTING_ERRORS = {  # errors of the file or of this machine: a retry would fail the same way
-    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
-    *(errno.EINVAL, errno.EBADF, errno.EEXIST, errno.EROFS, errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
-}
-_DRAWS = 5  # of substitutes; after that the data set, or the collate function, is broken as a whole
+# A retry would fail the same way.
+_LASTING = FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError
+_SUBSTITUTES = 5  # that are tried; after that the data set, or the collate function, is broken as a whole
 _STORM = 4  # rows of a micro-batch that the storage fails to return; if they are a quarter of it, no row is bad
 
 
@@ -39,16 +32,13 @@ def no_watchdog() -> None:
 def may_pass(error: BaseException | None) -> bool:
     """Say whether an error, or its cause, is one of storage or of a connection, and may not come again.
 
-    Libraries' own are known by name or text. An OSError without a number (a truncated picture) is about content.
+    Libraries' own are known by name. An OSError without a number (a truncated picture) is about content.
     """
     while error is not None:
         if any("Timeout" in kind.__name__ or "Connection" in kind.__name__ for kind in type(error).__mro__):
             return True
-        if isinstance(error, OSError):
-            text = re.search(r"errno\W+(\d+)", str(error), re.IGNORECASE)
-            number = error.errno or (int(text[1]) if text else None)
-            if number is not None and number not in _LASTING_ERRORS:
-                return True
+        if isinstance(error, OSError) and error.errno and not isinstance(error, _LASTING):
+            return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
@@ -63,10 +53,7 @@ class Retries:
             return False
         pause = PAUSES_S[self.pauses]
         log.warning("data: %s failed (%s): tried again in %g s", what, in_one_line(error), pause)
-        until = time.monotonic() + pause
-        while (left := until - time.monotonic()) > 0:
-            self.beat()
-            time.sleep(min(left, _BEAT_S))
+        time.sleep(pause)
         self.beat()
         self.pauses += 1
         return True
@@ -95,11 +82,11 @@ def with_substitutes(keys: Sequence[Key], stream: Stream, rows: RepeatableBatche
             with suppress(Exception):
                 return rows.of_rows([rebuilt(fetched[key]) for key in keys], keys), keys, ()
         of_storage = [error for error in raised.values() if may_pass(error)]
-        for draw in range(_DRAWS if len(of_storage) < max(_STORM, len(keys) / 4) else 0):
-            for other in stream.others(keys[:1], draw, without=raised):
-                added, failed = _fetched_again([other], rows, Retries(retries.beat))
-                if not failed and (made := _without_bad_rows(keys, raised, other, fetched | added, rows)) is not None:
-                    return made
+        is_of_rows = len(of_storage) < max(_STORM, len(keys) / 4)
+        for other in stream.others([keys[0]] * _SUBSTITUTES, 0, without=raised) if is_of_rows else ():
+            added, failed = _fetched_again([other], rows, retries)
+            if not failed and (made := _without_bad_rows(keys, raised, other, fetched | added, rows)) is not None:
+                return made
         if of_storage:
             what = f"{len(of_storage)} of {len(keys)} rows of a batch could not be fetched"
             raise StorageFailed(what, in_one_line(of_storage[0])) from of_storage[0]
@@ -111,7 +98,7 @@ def _fetched_again(
 ) -> tuple[dict[Key, Any], dict[int, Exception]]:
     """Fetch rows one by one, with retries. Returns the fetched rows, and the errors of the others by row."""
     fetched: dict[Key, Any] = {}
-    for tries in count(1):
+    while True:
         raised: dict[int, Exception] = {}
         for key in keys:
             if key not in fetched:
@@ -121,9 +108,8 @@ def _fetched_again(
                     raised[key.row] = error
                 retries.beat()
         passing = next((error for error in raised.values() if may_pass(error)), None)
-        if passing is None or (tries > 1 and not retries.pause(passing, f"{len(raised)} of {len(keys)} rows")):
-            break
-    return fetched, raised
+        if passing is None or not retries.pause(passing, f"{len(raised)} of {len(keys)} rows"):
+            return fetched, raised
 
 
 def _without_bad_rows(

@@ -6,11 +6,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from operator import itemgetter
-from traceback import clear_frames, walk_tb
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -30,8 +29,6 @@ from resilient_train.data.stream import Key, Ranges, Span, Stream
 from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.wording import log
 from resilient_train.processes.process_exit import exit_with_parent
-
-_MOST_SAMPLES = 2**24  # samples of one process in an update
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Slicing:
     def for_samples(self, samples: int) -> Slicing | None:
         """Split `samples` samples over the same ranks, in micro-batches no larger than now; None if impossible."""
         mine, rest = divmod(samples, self.world)
-        if rest or not 0 < mine <= _MOST_SAMPLES:
+        if rest or not mine:
             return None
         least = -(-mine // self.batch_size)
         accumulation = next(count for count in range(least, mine + 1) if mine % count == 0)
@@ -77,7 +74,6 @@ class Samples(ABC):
     beat: Callable[[], None] = staticmethod(no_watchdog)  # called while fetches are retried, or a place is looked for
     rows: int = 0
     is_fed: bool = False  # a trainer fetches them, and makes its updates itself
-    sees_now: bool = False  # see `as_of_now`
     counts_batches: bool = False  # the length of the data is that in micro-batches
     stream: Stream  # the order in which rows come, if they have an index
     _fetcher: RepeatableBatches
@@ -126,15 +122,6 @@ class Samples(ABC):
     def close(self) -> None:
         self._batches = None
 
-    @contextmanager
-    def as_of_now(self) -> Iterator[None]:
-        """Let replays in a block see the counts of a trainer as they are, not as they were before each update."""
-        self.sees_now = True
-        try:
-            yield
-        finally:
-            self.sees_now = False
-
     def quarantine(self, rows: Iterable[int]) -> None:
         """Put others in the places of these rows from now on, after rewinds too."""
         self.stream.quarantine(rows)
@@ -142,8 +129,7 @@ class Samples(ABC):
 
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the rows at these positions; none if they have no index."""
-        places = [at for at in range(start, stop) if self.skipped.end_at(at) == at]
-        return tuple(sorted({key.row for at in places for key in self.stream.take(at, 1).keys}))
+        return tuple(sorted({key.row for key in self.stream.keys(start, stop)}))
 
     def have_passed(self, keys: Sequence[Key]) -> bool:
         """Whether all of these rows came in an earlier epoch, and were not skipped with their update there."""
@@ -196,7 +182,6 @@ class MapSamples(Samples):
         self._fetcher = RepeatableBatches(dataset, collate)
         self._plan = _Plan(stream, slicing)
         self._loader: DataLoader[Any] | None = None
-        self._trouble_until: int | None = None  # the end of the last update that took a second try
 
     def next_update(self) -> Update:
         """An error from a worker does not say which row raised it: the rows are then fetched again in this process."""
@@ -207,16 +192,12 @@ class MapSamples(Samples):
         except Exception as error:
             trouble = in_one_line(error)
             clear_frames(error.__traceback__)  # torch's hold the error: a cycle that would keep the workers alive
-            # What a worker passes on is raised by torch's `reraise`, perhaps in words of the exception's own. Any other
-            # error is the worker's own: it dies or is dead.
-            is_passed_on = any(frame.f_code.co_name == "reraise" for frame, _ in walk_tb(error.__traceback__))
-            lost_worker = self.num_workers > 0 and not is_passed_on
         else:
             planned = self._plan.ahead.popleft()
             assert planned.start >= self.position
             self.position = planned.stop
             return Update(planned.start, planned.stop, batches, self.slicing.of_this_rank(planned.keys))
-        return self._fetched_here(trouble, lost_worker=lost_worker)
+        return self._fetched_here(trouble)
 
     def slice_as(self, slicing: Slicing) -> bool:
         self.slicing = self._plan.slicing = slicing
@@ -242,9 +223,10 @@ class MapSamples(Samples):
             fetching._worker_pids_set = False
         return fetching  # type: ignore[no-any-return]
 
-    def _fetched_here(self, trouble: str, *, lost_worker: bool) -> Update:
+    def _fetched_here(self, trouble: str) -> Update:
         """Make the next update in this process, row by row if necessary. Workers start again after it."""
-        self._batches, retries = None, Retries(self.beat)
+        self.close()  # a loader that has lost a worker cannot be iterated again
+        retries = Retries(self.beat)
         span = self.stream.take(self.position, self.slicing.samples)
         batches, keys, failed = [], [], dict[int, FailedRow]()
         for some in self.slicing.of_this_rank(span.keys):
@@ -253,17 +235,7 @@ class MapSamples(Samples):
             keys.append(mixed)
             failed |= {row.row: row for row in bad}
         if not failed:  # a worker that died, a disk that was away for a moment
-            is_again, is_first = self._trouble_until == span.start, self._trouble_until is None
-            # Rows that fail now and then are reported once; the death of a worker costs seconds every time.
-            if is_first or retries.pauses or (lost_worker and not is_again):
-                log.warning("data: %s; the same rows arrived at another try, and training continues", trouble)
-            self._trouble_until = span.stop
-            if lost_worker:
-                self._loader = None  # a loader that has lost a worker cannot be iterated again
-                if is_again:
-                    self.num_workers = 0
-                    why = "workers fail at once, for example because shared memory is missing"
-                    log.warning("data: %s: rows are fetched without them", why)
+            log.warning("data: %s; the same rows arrived at another try, and training continues", trouble)
         self.position = span.stop
         return Update(span.start, span.stop, batches, keys, tuple(failed.values()))
 

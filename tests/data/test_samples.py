@@ -406,7 +406,7 @@ def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -
     plain, samples = over(Augmented(400)), over(Augmented(400), workers=2)
     with caplog.at_level(logging.WARNING, "resilient_train"):
         for number in range(24):
-            if number in (3, 14):  # far apart: two deaths in a row turn workers off
+            if number in (3, 14):
                 os.kill(struck := workers_of(samples)[0].pid, signal.SIGKILL)
                 while _state(struck) != "Z":  # the training, in which nothing may be raised
                     time.sleep(0.01)
@@ -417,22 +417,3 @@ def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -
     for line in caplog.messages:  # as it is met: by a signal, or by a pipe that is dead
         assert re.search("exited unexpectedly|Connection|EOF", line)
     samples.close()
-
-
-@pytest.mark.usefixtures("impatient")
-def test_where_workers_always_die_it_goes_on_without_them(caplog: pytest.LogCaptureFixture) -> None:
-    """A container without shared memory kills them with their first batch."""
-    here = os.getpid()
-
-    class NoMemory(Augmented):
-        def __getitem__(self, index: int) -> Any:
-            if os.getpid() != here:
-                os._exit(1)
-            return super().__getitem__(index)
-
-    plain, samples = over(Augmented(400)), over(NoMemory(400), workers=1)
-    with caplog.at_level(logging.WARNING, "resilient_train"):
-        for _ in range(4):
-            assert sha256(samples.next_update().batches) == sha256(plain.next_update().batches)
-    assert len(caplog.messages) == 2
-    assert caplog.messages[1].endswith("rows are fetched without them")

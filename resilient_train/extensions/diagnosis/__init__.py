@@ -197,7 +197,7 @@ class CauseFinder(Extension, Diagnoser):
         rise = now - (was if level is None else level)
         if not rise > (_MIN_SHARE * abs(was) if level is None else 0):
             return
-        with self._weights_of(verified[0]), samples.as_of_now():
+        with self._weights_of(verified[0]):
             risen = [self._search.loss_at(one.start) - one.loss for one in trusted]
         if median(risen) > _MIN_SHARE * rise:
             raise NewRegime(fact("risen_at_verified", was=was, now=was + rise))
