@@ -34,6 +34,7 @@ class Fed:
     start: int
     stop: int
     drawn: int = 0  # batches, or rows, of the loader before it
+    mark: Any = None  # how the loader continues there; None if it cannot say that
     batches: list[Any] | None = field(default_factory=list)  # None once it is too old to be kept
     rows: list[array[int]] = field(default_factory=list)  # of each batch; empty if they have no index
     nbytes: int = 0  # of what is kept

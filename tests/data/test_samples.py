@@ -183,16 +183,6 @@ def test_streams_of_libraries_are_exact(made: Any, tmp_path: Path) -> None:
     assert (epoch + indices(samples, 3))[:23] == list(range(23))
 
 
-def test_rows_of_an_iterable_are_cut_into_smaller_batches() -> None:
-    """After an update ran out of memory the same rows come in two halves, also those that were read ahead."""
-    samples = over(Counting(), Slicing(6))
-    update = samples.next_update()
-    samples.go_back(update)
-    assert samples.slice_as(Slicing(3, accumulation=2))
-    halves = samples.next_update()
-    assert torch.equal(torch.cat([one["index"] for one in halves.batches]), update.batches[0]["index"])
-
-
 def test_rows_differ_between_epochs_and_seeds() -> None:
     """An augmentation is drawn anew in the next epoch: repeatable does not mean frozen."""
     one_row = Augmented(1)
