@@ -53,7 +53,6 @@ class Leap(NamedTuple):
     factor: float
     usual: float  # the highest rate before, as a multiple of the configured one
     is_sudden: bool
-    jump: float = 0.0  # times the rate of the update before, if it is sudden
 
 
 class Rise(NamedTuple):
@@ -118,7 +117,7 @@ class UpdateHistory:
             is_candidate = one.step >= first_recent and place >= _LEAP_AFTER
             if is_candidate and one.lr_ratio >= (_LEAP if one.lr_ratio > 1.0 else _WARM_UP_STAGE) * highest:
                 farthest = max(other.lr_ratio for other in known[place:])
-                return Leap(one.step, farthest / highest, highest, True, one.lr_ratio / known[place - 1].lr_ratio)
+                return Leap(one.step, farthest / highest, highest, True)
             highest = max(highest, one.lr_ratio)
         first_recent = first_recent if since is None else min(first_recent, since + 1)
         older = [one.lr_ratio for one in known if one.step < first_recent]

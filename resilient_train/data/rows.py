@@ -25,10 +25,6 @@ _SUBSTITUTES = 5  # that are tried; after that the data set, or the collate func
 _STORM = 4  # rows of a micro-batch that the storage fails to return; if they are a quarter of it, no row is bad
 
 
-def no_watchdog() -> None:
-    """Called while fetches are retried, if no watchdog waits for a sign of life."""
-
-
 def may_pass(error: BaseException | None) -> bool:
     """Say whether an error, or its cause, is one of storage or of a connection, and may not come again.
 
@@ -44,8 +40,8 @@ def may_pass(error: BaseException | None) -> bool:
 
 
 class Retries:
-    def __init__(self, beat: Callable[[], None] = no_watchdog) -> None:
-        self.beat, self.pauses = beat, 0
+    def __init__(self) -> None:
+        self.pauses = 0
 
     def pause(self, error: BaseException, what: str = "a fetch") -> bool:
         """Pause before a retry; return False if a retry cannot help, or none is left."""
@@ -54,7 +50,6 @@ class Retries:
         pause = PAUSES_S[self.pauses]
         log.warning("data: %s failed (%s): tried again in %g s", what, in_one_line(error), pause)
         time.sleep(pause)
-        self.beat()
         self.pauses += 1
         return True
 
@@ -106,7 +101,6 @@ def _fetched_again(
                     fetched[key] = rows.fetch(key)
                 except Exception as error:
                     raised[key.row] = error
-                retries.beat()
         passing = next((error for error in raised.values() if may_pass(error)), None)
         if passing is None or not retries.pause(passing, f"{len(raised)} of {len(keys)} rows"):
             return fetched, raised
@@ -153,7 +147,7 @@ class RepeatableBatches:
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
         self._draws = False  # as far as is known
-        self._probe: _Probe | None = None
+        self._first: Any = None  # numbers after the seed of a batch that draws none
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
         """Return a list of one batch: torch's fetcher asks for a list of rows and collates it."""
@@ -161,14 +155,17 @@ class RepeatableBatches:
 
     def collated(self, keys: Sequence[Key]) -> Any:
         parts = self.dataset.tensors if type(self.dataset) is TensorDataset and self.collate is default_collate else ()
-        if parts and all(one.layout is torch.strided and one.is_cpu and one.is_contiguous() for one in parts):
+        if parts and all(one.layout is torch.strided and one.is_cpu for one in parts):
             rows = torch.tensor([key.row for key in keys])  # all at once takes a tenth of the time, and draws nothing
             return [one.index_select(0, rows) for one in parts]
         if not self._draws:
-            self._probe = self._probe or _Probe(mix(Purpose.PROBE, keys[0].seed))
-            seed_host(self._probe.seed)
+            seed = mix(Purpose.PROBE)
+            if self._first is None:
+                seed_host(seed)
+                self._first = _next_numbers()
+            seed_host(seed)
             batch = self.collate(self._plain(keys))
-            if self._probe.is_untouched():
+            if _next_numbers() == self._first:
                 return batch
             self._draws = True
         return self.of_rows([self.fetch(key) for key in keys], keys)
@@ -188,16 +185,8 @@ class RepeatableBatches:
         return list(fetch_many(rows)) if fetch_many else [self.dataset[row] for row in rows]
 
 
-class _Probe:
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        seed_host(seed)
-        self.first = random.random(), np.random.random()
-        self.state = torch.get_rng_state()
-
-    def is_untouched(self) -> bool:
-        """Draw once more: the numbers are the first ones after the seed only if none were drawn before."""
-        return (random.random(), np.random.random()) == self.first and torch.equal(torch.get_rng_state(), self.state)
+def _next_numbers() -> tuple[float, float, float]:
+    return random.random(), np.random.random(), float(torch.rand((), device="cpu"))
 
 
 _PLAIN_TYPES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from operator import itemgetter
@@ -22,7 +22,6 @@ from resilient_train.data.rows import (
     FailedRow,
     RepeatableBatches,
     Retries,
-    no_watchdog,
     with_substitutes,
 )
 from resilient_train.data.stream import Key, Ranges, Span, Stream
@@ -71,7 +70,6 @@ class Samples(ABC):
     position: int
     slicing: Slicing
     skipped: Ranges
-    beat: Callable[[], None] = staticmethod(no_watchdog)  # called while fetches are retried, or a place is looked for
     rows: int = 0
     is_fed: bool = False  # a trainer fetches them, and makes its updates itself
     counts_batches: bool = False  # the length of the data is that in micro-batches
@@ -226,7 +224,7 @@ class MapSamples(Samples):
     def _fetched_here(self, trouble: str) -> Update:
         """Make the next update in this process, row by row if necessary. Workers start again after it."""
         self.close()  # a loader that has lost a worker cannot be iterated again
-        retries = Retries(self.beat)
+        retries = Retries()
         span = self.stream.take(self.position, self.slicing.samples)
         batches, keys, failed = [], [], dict[int, FailedRow]()
         for some in self.slicing.of_this_rank(span.keys):

@@ -114,7 +114,7 @@ class LoaderSamples(FedSamples):
 
     def _next_batch(self) -> Any:
         number, self.drawn = self.drawn, self.drawn + 1
-        retries, ends = Retries(self.beat), 0
+        retries, ends = Retries(), 0
         while ends < 2:
             self.seed_for(number)
             try:

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_SUBSTITUTE = 1  # numbers drawn for one purpose are independent of those for another. Permutations have no such mark
-_OTHERS = 2
+_OTHERS = 2  # numbers drawn for one purpose are independent of those for another. Permutations have no such mark
 
 
 class Key(NamedTuple):
@@ -44,8 +43,6 @@ class Ranges:
         self.added: list[list[int]] = []
 
     def add(self, start: int, stop: int) -> None:
-        if not 0 <= start < stop:
-            raise ValueError(f"cannot skip [{start}, {stop}): a range needs 0 <= start < stop")
         first = bisect_left(self.spans, start, key=itemgetter(1))
         last = bisect_right(self.spans, stop, key=itemgetter(0))
         touched = self.spans[first:last]
@@ -86,8 +83,6 @@ class Stream:
     def quarantine(self, rows: Iterable[int]) -> None:
         """Replace these rows by healthy ones from now on. All other places of the stream stay as they were."""
         new = {int(row) for row in rows} - self.quarantined
-        if any(not 0 <= row < self.rows for row in new):
-            raise ValueError(f"a quarantined row lies outside of 0..{self.rows - 1}")
         if len(self.quarantined) + len(new) == self.rows:
             raise ValueError(f"all {self.rows} rows would be in quarantine: nothing is left to train on")
         self.quarantined |= new
@@ -116,16 +111,12 @@ class Stream:
             rows = list(map(int, self._order(epoch)[slot : slot + stop - start]))
             if not self.quarantined.isdisjoint(rows):
                 bad = self.quarantined
-                rows = [self._substitute(epoch, slot + at) if row in bad else row for at, row in enumerate(rows)]
-            keys += map(Key, repeat(self.seed), repeat(epoch), rows)
+                places = enumerate([Key(self.seed, epoch, row) for row in rows], slot)
+                keys += [self.others([key], at)[0] if key.row in bad else key for at, key in places]
+            else:
+                keys += map(Key, repeat(self.seed), repeat(epoch), rows)
             start += len(rows)
         return keys
 
     def _rows_of(self, epoch: int) -> Sequence[int] | np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.rows) if self.shuffle else range(self.rows)
-
-    def _substitute(self, epoch: int, slot: int) -> int:
-        numbers = np.random.default_rng([self.seed, epoch, slot, _SUBSTITUTE])
-        while (row := int(numbers.integers(self.rows))) in self.quarantined:
-            pass
-        return row
