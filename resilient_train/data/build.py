@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
-from resilient_train.core.randomness import Purpose, mix, preserved, seed_host
 from resilient_train.data.rows import Collate, Retries
 from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
 from resilient_train.data.sequential import IterableSamples
@@ -86,10 +84,7 @@ def evaluation(dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int,
     assert config.eval is not None
     key, path = "data.eval._target_", config.eval["_target_"]
     if not _is_map_style(dataset, key, path):
-        with preserved(torch.device("cpu")):
-            seed_host(mix(Purpose.ROW, seed, 0))
-            dataset = list(dataset)
-        _is_map_style(dataset, key, path)  # it may be empty
+        raise ConfigError(key, path, "an evaluation needs rows with an index: give those of an iterable as a list")
     return Evaluation(dataset, slicing, seed=seed, collate=collate, num_workers=config.num_workers)
 
 

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from operator import itemgetter
 from traceback import clear_frames
 from typing import Any
@@ -17,13 +16,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from resilient_train.core.transaction import Update
-from resilient_train.data.rows import (
-    Collate,
-    FailedRow,
-    RepeatableBatches,
-    Retries,
-    with_substitutes,
-)
+from resilient_train.data.rows import Collate, FailedRow, RepeatableBatches, Retries, with_substitutes
 from resilient_train.data.stream import Key, Ranges, Span, Stream
 from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.wording import log
@@ -99,9 +92,9 @@ class Samples(ABC):
         self._batches = None
 
     def skip_only(self, spans: Iterable[Sequence[int]]) -> None:
-        self._batches, self.skipped.spans, self.skipped.added = None, [], []
+        self.skipped.added = []
         for start, stop in spans:
-            self.skipped.add(start, stop)
+            self.skip(start, stop)
 
     def slice_as(self, slicing: Slicing) -> bool:
         """Slice the same samples of an update into other micro-batches from now on; return whether that is possible."""
@@ -131,7 +124,7 @@ class Samples(ABC):
 
     def have_passed(self, keys: Sequence[Key]) -> bool:
         """Whether all of these rows came in an earlier epoch, and were not skipped with their update there."""
-        left_out = {key.row for span in self.skipped.spans for key in self.stream.keys(*span)}
+        left_out = {key.row for span in self.skipped.added for key in self.stream.keys(*span)}
         return all(key.epoch > 0 and key.row not in left_out for key in keys)
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
@@ -139,10 +132,8 @@ class Samples(ABC):
 
     def starts(self, after: int, samples: int) -> list[int]:
         """Return where the updates that follow the one at `after` begin, within `samples` samples."""
-        each, found = self.slicing.samples, [after]
-        while len(found) * each < samples:
-            found.append(self.stream.take(found[-1], each).stop)
-        return found[1:]
+        each = self.slicing.samples
+        return [*range(after + each, after + samples, each)]
 
     def collated(self, keys: Sequence[Key]) -> Any:
         """Make one micro-batch of these rows as training makes it. Leaves the host's generators in any state."""
@@ -157,7 +148,7 @@ class Samples(ABC):
 
     def others(self, keys: Sequence[Key], draw: int, *, least: int = 1) -> list[Key]:
         """Return as many other healthy rows, or `least`, for comparison: the same ones for the same draw."""
-        return self.stream.others([*islice(cycle(keys), max(least, len(keys)))], draw)
+        return self.stream.others(([*keys] * least)[: max(least, len(keys))], draw)
 
 
 class MapSamples(Samples):

@@ -145,12 +145,6 @@ class IterableSamples(LoaderSamples):
         self._pristine = copy.deepcopy(dataset.state_dict())
         self._load([0, self._pristine])
 
-    def slice_as(self, slicing: Slicing) -> bool:
-        if self._fed:
-            return False
-        self.slicing = slicing
-        return True
-
     def fetch(self) -> list[tuple[Any, Sequence[int]]]:
         """Read the rows of all ranks, and make this rank's batches of them."""
         first = self.drawn

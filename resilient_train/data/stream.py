@@ -7,11 +7,9 @@ Whoever changes that order raises the format of checkpoints: a position in them 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import cycle, repeat
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -36,32 +34,26 @@ class Span(NamedTuple):
 
 
 class Ranges:
-    """Ranges `[start, stop)` of positions: as they were `added`, and as sorted `spans`, merged where they touch."""
+    """Ranges `[start, stop)` of positions, in the order in which they were added; they may overlap."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple[int, int]] = []
         self.added: list[list[int]] = []
 
     def add(self, start: int, stop: int) -> None:
-        first = bisect_left(self.spans, start, key=itemgetter(1))
-        last = bisect_right(self.spans, stop, key=itemgetter(0))
-        touched = self.spans[first:last]
-        merged = (min(start, touched[0][0]), max(stop, touched[-1][1])) if touched else (start, stop)
-        self.spans[first:last] = [merged]
         self.added.append([start, stop])
 
     def outside(self, at: int, count: int) -> list[tuple[int, int]]:
         """Return the first `count` positions from `at` on that are in no range, as spans."""
         found = []
-        place = bisect_right(self.spans, at, key=itemgetter(1))  # the first that ends after it
-        while count and place < len(self.spans):
-            low, high = self.spans[place]
+        for low, high in sorted(self.added):
             end = min(low, at + count)
             if end > at:
                 found.append((at, end))
                 count -= end - at
-            at, place = high, place + 1
-        return [*found, (at, at + count)] if count else found
+            if not count:
+                return found
+            at = max(at, high)
+        return [*found, (at, at + count)]
 
     def end_at(self, at: int) -> int:
         return self.outside(at, 1)[0][0]
@@ -109,12 +101,9 @@ class Stream:
         while start < stop:
             epoch, slot = divmod(start, self.rows)
             rows = list(map(int, self._order(epoch)[slot : slot + stop - start]))
-            if not self.quarantined.isdisjoint(rows):
-                bad = self.quarantined
-                places = enumerate([Key(self.seed, epoch, row) for row in rows], slot)
-                keys += [self.others([key], at)[0] if key.row in bad else key for at, key in places]
-            else:
-                keys += map(Key, repeat(self.seed), repeat(epoch), rows)
+            some = map(Key, repeat(self.seed), repeat(epoch), rows)
+            bad = self.quarantined
+            keys += [self.others([key], at)[0] if key.row in bad else key for at, key in enumerate(some, slot)]
             start += len(rows)
         return keys
 

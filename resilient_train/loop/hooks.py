@@ -174,4 +174,4 @@ def skipped_samples(samples: Samples) -> Effect:
             samples.skip_only(state)
 
     skipped = samples.skipped
-    return Effect("skipped", lambda: list(skipped.added), restore, undo, lambda: skipped.spans)
+    return Effect("skipped", lambda: list(skipped.added), restore, undo, lambda: skipped.added)

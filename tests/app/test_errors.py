@@ -47,6 +47,7 @@ REFUSED = [
     ("data.train._target_=user_programs.number", "data.train._target_", "int", "__len__"),
     ("data.train._target_=user_programs.Forgetful", "data.train._target_", "state_dict", "load_state_dict"),
     ("data.train._target_=user_programs.Counting data.num_workers=2", "Counting: an iterable", "use num_workers=0"),
+    ("data.eval._target_=user_programs.Counting", "data.eval._target_=user_programs.Counting", "rows with an index"),
     ("objective._target_=user_programs.one_argument", "objective._target_", "(model, batch)"),
     ("objective._target_=user_programs.no_scalar", "objective._target_", "[32, 1]", "scalar"),
     ("objective._target_=user_programs.no_graph", "objective._target_", "graph"),
