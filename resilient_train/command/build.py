@@ -104,7 +104,7 @@ def assemble(
     evaluation = None
     if config.data.eval and config.data.eval.get("_target_"):
         dataset = compose.build("data.eval", config.data.eval)
-        evaluation = data.evaluation(dataset, config.data, slicing, seed=seed, collate=collate)
+        evaluation = data.Evaluation(dataset, config.data, slicing, seed=seed, collate=collate)
     model = model_of(config)
     is_sharded = config.accelerate.fsdp and world.size > 1
     if config.accelerate.activation_checkpointing:

@@ -21,20 +21,24 @@ Weighted = tuple[Any, int]  # a batch and the number of its rows; 0 for a batch 
 class Evaluation:
     """Evaluation over a data set, in order, with the same random numbers every time."""
 
-    def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate, num_workers: int) -> None:
+    def __init__(self, dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate) -> None:
+        assert config.eval is not None
+        key, path = "data.eval._target_", config.eval["_target_"]
+        if not _is_map_style(dataset, key, path):
+            raise ConfigError(key, path, "an evaluation needs rows with an index: give those of an iterable as a list")
         keys = [Key(seed, 0, row) for row in range(len(dataset))]
         self._plan, self._weights = _split(keys, slicing)
-        self._loader = loader(dataset, self._plan, collate, num_workers=num_workers, pin_memory=False)
-        self._here: Any = self._loader.dataset
+        self._loader = loader(dataset, self._plan, collate, num_workers=config.num_workers, pin_memory=False)
 
     def batches(self) -> Iterator[Weighted]:
         """Yield every batch. One that fails for a moment is fetched again in this process."""
+        here: Any = self._loader.dataset
         batches = iter(self._loader)
         for keys, weight in zip(self._plan, self._weights, strict=True):
             retries = Retries()
             while True:
                 try:
-                    batch = self._here.collated(keys) if retries.pauses else next(batches)
+                    batch = here.collated(keys) if retries.pauses else next(batches)
                     break
                 except Exception as error:
                     retries.pause_or_raise(error, f"fetching {len(keys)} rows of an evaluation")
@@ -78,14 +82,6 @@ def samples(
     stream = Stream(len(dataset), seed, shuffle=shuffle)
     pins = world.device.type == "cuda"
     return MapSamples(dataset, stream, slicing, collate=collate, num_workers=num_workers, pin_memory=pins)
-
-
-def evaluation(dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate) -> Evaluation:
-    assert config.eval is not None
-    key, path = "data.eval._target_", config.eval["_target_"]
-    if not _is_map_style(dataset, key, path):
-        raise ConfigError(key, path, "an evaluation needs rows with an index: give those of an iterable as a list")
-    return Evaluation(dataset, slicing, seed=seed, collate=collate, num_workers=config.num_workers)
 
 
 def _is_map_style(dataset: Any, key: str, path: str) -> bool:

@@ -161,12 +161,6 @@ class UpdateHistory:
         losses = list(islice((one.loss for one in reversed(self._passed) if one.accepted), _LAST_LOSSES))
         return median(losses) if losses else None
 
-    def copy(self) -> UpdateHistory:
-        """Return a copy for another thread to read."""
-        copied = UpdateHistory()
-        copied._passed, copied._first = self._passed.copy(), self._first.copy()
-        return copied
-
     def state_dict(self, step: int) -> list[list[float]]:
         latest = [one for one in self._passed if one.step <= step][-IN_CHECKPOINT:]
         first = [one for one in self._first.values() if one.step <= step and one not in latest]

@@ -43,7 +43,7 @@ class Retries:
     def __init__(self) -> None:
         self.pauses = 0
 
-    def pause(self, error: BaseException, what: str = "a fetch") -> bool:
+    def pause(self, error: BaseException, what: str) -> bool:
         """Pause before a retry; return False if a retry cannot help, or none is left."""
         if self.pauses == len(PAUSES_S) or not may_pass(error):
             return False
@@ -80,8 +80,9 @@ def with_substitutes(keys: Sequence[Key], stream: Stream, rows: RepeatableBatche
         is_of_rows = len(of_storage) < max(_STORM, len(keys) / 4)
         for other in stream.others([keys[0]] * _SUBSTITUTES, 0, without=raised) if is_of_rows else ():
             added, failed = _fetched_again([other], rows, retries)
-            if not failed and (made := _without_bad_rows(keys, raised, other, fetched | added, rows)) is not None:
-                return made
+            if not failed:
+                with suppress(Exception):
+                    return _without_bad_rows(keys, raised, other, fetched | added, rows)
         if of_storage:
             what = f"{len(of_storage)} of {len(keys)} rows of a batch could not be fetched"
             raise StorageFailed(what, in_one_line(of_storage[0])) from of_storage[0]
@@ -112,8 +113,8 @@ def _without_bad_rows(
     other: Key,
     fetched: Mapping[Key, Any],
     rows: RepeatableBatches,
-) -> Made | None:
-    """Make the batch with `other` for rows that raised, or do not collate next to it; None if it does not help."""
+) -> Made:
+    """Make the batch with `other` for rows that raised, or do not collate next to it; raise if it does not help."""
 
     def made(some: Sequence[Key]) -> Any:
         return rows.of_rows([rebuilt(fetched[key]) for key in some], some)  # a collate function may change rows
@@ -126,12 +127,9 @@ def _without_bad_rows(
             except Exception as error:
                 bad[key.row] = error
     if len(bad) - len(raised) > max(1, (len(keys) - 1) // 2):
-        return None  # the other one is odd itself, or two rows never collate
+        raise ValueError("the other row is odd itself, or two rows never collate")
     mixed = [other if key.row in bad else key for key in keys]
-    try:
-        return made(mixed), mixed, [FailedRow(row, in_one_line(why)) for row, why in bad.items()]
-    except Exception:
-        return None
+    return made(mixed), mixed, [FailedRow(row, in_one_line(why)) for row, why in bad.items()]
 
 
 Collate = Callable[[list[Any]], Any]

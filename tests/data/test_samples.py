@@ -198,7 +198,7 @@ def test_evaluation_sees_every_row_once_with_equally_many_batches_on_every_rank(
     """A rank without rows of its own still takes part, at weight zero."""
     config: Any = SimpleNamespace(eval={"_target_": "rows"}, num_workers=0)
     dealt = [
-        list(build.evaluation(Augmented(rows), config, slicing, seed=0, collate=default_collate).batches())
+        list(build.Evaluation(Augmented(rows), config, slicing, seed=0, collate=default_collate).batches())
         for slicing in slicings(world)
     ]
     assert len({len(mine) for mine in dealt}) == 1
