@@ -92,14 +92,11 @@ class UpdateHistory:
         starts = [one.start for one in self._passed if one.step > since] if since is not None else []
         return min([*starts, start])
 
-    @property
-    def _known(self) -> list[PastUpdate]:  # whose samples are known
-        return [one for one in self._passed if one.stop > one.start]
-
     def around(self, since: int) -> tuple[list[PastUpdate], list[PastUpdate]]:
         """Return the latest updates after step `since`, and the latest accepted ones up to it, a few of each."""
-        after = [one for one in self._known if one.step > since]
-        before = [one for one in self._known if one.step <= since and one.accepted]
+        known = [one for one in self._passed if one.stop > one.start]  # whose samples are known
+        after = [one for one in known if one.step > since]
+        before = [one for one in known if one.step <= since and one.accepted]
         return after[-FEW:], before[-FEW:]
 
     def recent_measurements(self) -> tuple[list[float], list[float]]:

@@ -17,7 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from resilient_train.core.transaction import Update
 from resilient_train.data.rows import Collate, FailedRow, RepeatableBatches, Retries, with_substitutes
-from resilient_train.data.stream import Key, Ranges, Span, Stream
+from resilient_train.data.stream import Key, Ranges, Stream
 from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.wording import log
 from resilient_train.processes.process_exit import exit_with_parent
@@ -88,11 +88,11 @@ class Samples(ABC):
 
     def skip(self, start: int, stop: int) -> None:
         """Skip these positions from now on, after rewinds too."""
-        self.skipped.add(start, stop)
+        self.skipped.append([start, stop])
         self._batches = None
 
     def skip_only(self, spans: Iterable[Sequence[int]]) -> None:
-        self.skipped.added = []
+        self.skipped.clear()
         for start, stop in spans:
             self.skip(start, stop)
 
@@ -124,11 +124,11 @@ class Samples(ABC):
 
     def have_passed(self, keys: Sequence[Key]) -> bool:
         """Whether all of these rows came in an earlier epoch, and were not skipped with their update there."""
-        left_out = {key.row for span in self.skipped.added for key in self.stream.keys(*span)}
+        left_out = {key.row for span in self.skipped for key in self.stream.keys(*span)}
         return all(key.epoch > 0 and key.row not in left_out for key in keys)
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
-        return self.slicing.of_this_rank(self.stream.take(start, self.slicing.samples).keys)
+        return self.slicing.of_this_rank(self.stream.take(start, self.slicing.samples)[2])
 
     def starts(self, after: int, samples: int) -> list[int]:
         """Return where the updates that follow the one at `after` begin, within `samples` samples."""
@@ -155,14 +155,7 @@ class MapSamples(Samples):
     """Samples of a map-style data set: it can jump to any position."""
 
     def __init__(
-        self,
-        dataset: Any,
-        stream: Stream,
-        slicing: Slicing,
-        *,
-        collate: Collate,
-        num_workers: int = 0,
-        pin_memory: bool = False,
+        self, dataset: Any, stream: Stream, slicing: Slicing, *, collate: Collate, num_workers: int, pin_memory: bool
     ) -> None:
         self.dataset, self.slicing, self.collate = dataset, slicing, collate
         self.num_workers, self.pin_memory = num_workers, pin_memory
@@ -182,10 +175,10 @@ class MapSamples(Samples):
             trouble = in_one_line(error)
             clear_frames(error.__traceback__)  # torch's hold the error: a cycle that would keep the workers alive
         else:
-            planned = self._plan.ahead.popleft()
-            assert planned.start >= self.position
-            self.position = planned.stop
-            return Update(planned.start, planned.stop, batches, self.slicing.of_this_rank(planned.keys))
+            start, stop, keys = self._plan.ahead.popleft()
+            assert start >= self.position
+            self.position = stop
+            return Update(start, stop, batches, self.slicing.of_this_rank(keys))
         return self._fetched_here(trouble)
 
     def slice_as(self, slicing: Slicing) -> bool:
@@ -216,17 +209,17 @@ class MapSamples(Samples):
         """Make the next update in this process, row by row if necessary. Workers start again after it."""
         self.close()  # a loader that has lost a worker cannot be iterated again
         retries = Retries()
-        span = self.stream.take(self.position, self.slicing.samples)
+        start, stop, planned = self.stream.take(self.position, self.slicing.samples)
         batches, keys, failed = [], [], dict[int, FailedRow]()
-        for some in self.slicing.of_this_rank(span.keys):
+        for some in self.slicing.of_this_rank(planned):
             batch, mixed, bad = with_substitutes(some, self.stream, self._fetcher, retries)
             batches.append(batch)
             keys.append(mixed)
             failed |= {row.row: row for row in bad}
         if not failed:  # a worker that died, a disk that was away for a moment
             log.warning("data: %s; the same rows arrived at another try, and training continues", trouble)
-        self.position = span.stop
-        return Update(span.start, span.stop, batches, keys, tuple(failed.values()))
+        self.position = stop
+        return Update(start, stop, batches, keys, tuple(failed.values()))
 
 
 class _Plan:
@@ -236,16 +229,16 @@ class _Plan:
 
     def __init__(self, stream: Stream, slicing: Slicing) -> None:
         self.stream, self.slicing, self.start = stream, slicing, 0
-        self.ahead: deque[Span] = deque()  # updates planned for the workers, not trained on yet
+        self.ahead = deque[tuple[int, int, list[Key]]]()  # updates planned for the workers, not trained on yet
 
     def __iter__(self) -> Iterator[Sequence[Key]]:
         position = self.start
         self.ahead.clear()
         while True:
-            span = self.stream.take(position, self.slicing.samples)
-            self.ahead.append(span)
-            yield from self.slicing.of_this_rank(span.keys)
-            position = span.stop
+            planned = self.stream.take(position, self.slicing.samples)
+            self.ahead.append(planned)
+            _, position, keys = planned
+            yield from self.slicing.of_this_rank(keys)
 
 
 def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_memory: bool) -> DataLoader[Any]:

@@ -25,27 +25,13 @@ class Key(NamedTuple):
     row: int
 
 
-class Span(NamedTuple):
-    """The samples of one update: `keys`, from positions `[start, stop)` of the stream. The first is at `start`."""
-
-    start: int
-    stop: int
-    keys: list[Key]
-
-
-class Ranges:
+class Ranges(list[list[int]]):
     """Ranges `[start, stop)` of positions, in the order in which they were added; they may overlap."""
-
-    def __init__(self) -> None:
-        self.added: list[list[int]] = []
-
-    def add(self, start: int, stop: int) -> None:
-        self.added.append([start, stop])
 
     def outside(self, at: int, count: int) -> list[tuple[int, int]]:
         """Return the first `count` positions from `at` on that are in no range, as spans."""
         found = []
-        for low, high in sorted(self.added):
+        for low, high in sorted(self):
             end = min(low, at + count)
             if end > at:
                 found.append((at, end))
@@ -68,9 +54,10 @@ class Stream:
         self.quarantined: set[int] = set()
         self._order = lru_cache(maxsize=2)(self._rows_of)  # most updates span at most two epochs
 
-    def take(self, position: int, count: int) -> Span:
+    def take(self, position: int, count: int) -> tuple[int, int, list[Key]]:
+        """Return the samples of an update from a position on: where the first is, where the last ends, and all keys."""
         spans = self.skipped.outside(position, count)
-        return Span(spans[0][0], spans[-1][1], [key for span in spans for key in self.keys(*span)])
+        return spans[0][0], spans[-1][1], [key for span in spans for key in self.keys(*span)]
 
     def quarantine(self, rows: Iterable[int]) -> None:
         """Replace these rows by healthy ones from now on. All other places of the stream stay as they were."""

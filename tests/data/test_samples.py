@@ -56,7 +56,7 @@ def over(
     if isinstance(dataset, Counting):
         return of_stream(dataset, slicing, seed)
     stream = Stream(len(dataset), seed, shuffle=shuffle)
-    return MapSamples(dataset, stream, slicing, collate=collate, num_workers=workers)
+    return MapSamples(dataset, stream, slicing, collate=collate, num_workers=workers, pin_memory=False)
 
 
 def batches(samples: Samples, updates: int) -> list[str]:
