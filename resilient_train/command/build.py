@@ -99,12 +99,12 @@ def assemble(
         shuffle=config.data.shuffle,
         num_workers=config.data.num_workers,
         name=config.data.train["_target_"],
-        keys=("data.train._target_", "data.num_workers"),
+        key="data.train._target_",
     )
     evaluation = None
     if config.data.eval and config.data.eval.get("_target_"):
         dataset = compose.build("data.eval", config.data.eval)
-        evaluation = data.evaluation(dataset, config.data, slicing, seed=seed, collate=collate)
+        evaluation = data.Evaluation(dataset, config.data, slicing, seed=seed, collate=collate)
     model = model_of(config)
     is_sharded = config.accelerate.fsdp and world.size > 1
     if config.accelerate.activation_checkpointing:
@@ -292,7 +292,7 @@ def evaluate(run: Run) -> dict[str, float]:
     sums: dict[str, torch.Tensor] = {}  # of each metric and of the rows that have it
     run.model.eval()
     with preserved(run.world.device):  # training continues with the random numbers as if there was no evaluation
-        for batch, weight in run.evaluation.batches(run.beat):
+        for batch, weight in run.evaluation.batches():
             run.beat()
             if run.world.size == 1 and run.stop():  # several processes would each stop at another batch
                 run.model.train()

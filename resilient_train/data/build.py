@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
-from resilient_train.core.randomness import Purpose, mix, preserved, seed_host
-from resilient_train.data.rows import Collate, Retries, no_watchdog
+from resilient_train.data.rows import Collate, Retries
 from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
 from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Key, Stream
-from resilient_train.data.trees import rebuilt
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.reader import DataConfig
 from resilient_train.processes.world import World
@@ -24,20 +21,24 @@ Weighted = tuple[Any, int]  # a batch and the number of its rows; 0 for a batch 
 class Evaluation:
     """Evaluation over a data set, in order, with the same random numbers every time."""
 
-    def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate, num_workers: int) -> None:
+    def __init__(self, dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate) -> None:
+        assert config.eval is not None
+        key, path = "data.eval._target_", config.eval["_target_"]
+        if not _is_map_style(dataset, key, path):
+            raise ConfigError(key, path, "an evaluation needs rows with an index: give those of an iterable as a list")
         keys = [Key(seed, 0, row) for row in range(len(dataset))]
         self._plan, self._weights = _split(keys, slicing)
-        self._loader = loader(dataset, self._plan, collate, num_workers=num_workers, pin_memory=False)
-        self._here: Any = self._loader.dataset
+        self._loader = loader(dataset, self._plan, collate, num_workers=config.num_workers, pin_memory=False)
 
-    def batches(self, beat: Callable[[], None] = no_watchdog) -> Iterator[Weighted]:
-        """Yield every batch. One that fails for a moment is fetched again in this process, with calls of `beat`."""
+    def batches(self) -> Iterator[Weighted]:
+        """Yield every batch. One that fails for a moment is fetched again in this process."""
+        here: Any = self._loader.dataset
         batches = iter(self._loader)
         for keys, weight in zip(self._plan, self._weights, strict=True):
-            retries = Retries(beat)
+            retries = Retries()
             while True:
                 try:
-                    batch = self._here.collated(keys) if retries.pauses else next(batches)
+                    batch = here.collated(keys) if retries.pauses else next(batches)
                     break
                 except Exception as error:
                     retries.pause_or_raise(error, f"fetching {len(keys)} rows of an evaluation")
@@ -45,21 +46,6 @@ class Evaluation:
 
     def close(self) -> None:
         del self._loader
-
-
-class _InMemory:
-    """The rows of an iterable data set, read once; each time in containers of their own."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        with preserved(torch.device("cpu")):
-            seed_host(mix(Purpose.ROW, seed, 0))
-            self._rows = list(dataset)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row: int) -> Any:
-        return rebuilt(self._rows[row])
 
 
 def _split(items: Sequence[Any], slicing: Slicing) -> tuple[list[Sequence[Any]], list[int]]:
@@ -82,31 +68,20 @@ def samples(
     shuffle: bool,
     num_workers: int,
     name: str,
-    keys: tuple[str, str] = ("data", "num_workers"),
+    key: str = "data",
 ) -> Samples:
-    """`keys` are what errors call the data set, which has a `name`, and the number of workers."""
-    key, of_workers = keys
+    """`key` is what errors call the data set, which has a `name`."""
     if not _is_map_style(dataset, key, name):
-        lacks = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(dataset, name, None))]
-        if lacks:
-            why = f"an iterable data set must be able to rewind, and this {type(dataset).__name__} lacks"
-            raise ConfigError(key, name, f"{why} {' and '.join(lacks)}")
+        if not hasattr(dataset, "state_dict") or not hasattr(dataset, "load_state_dict"):
+            why = "an iterable data set must be able to rewind: it needs state_dict and load_state_dict"
+            raise ConfigError(key, name, why)
         if num_workers:
-            why = "an iterable data set is read in the training process, where it can be rewound exactly: use 0"
-            raise ConfigError(of_workers, num_workers, why)
+            why = "an iterable data set is read in the training process, where it can be rewound exactly"
+            raise ConfigError(key, name, f"{why}: use num_workers=0")
         return IterableSamples(dataset, slicing, seed, collate, least=world.least)
     stream = Stream(len(dataset), seed, shuffle=shuffle)
     pins = world.device.type == "cuda"
     return MapSamples(dataset, stream, slicing, collate=collate, num_workers=num_workers, pin_memory=pins)
-
-
-def evaluation(dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate) -> Evaluation:
-    assert config.eval is not None
-    key, path = "data.eval._target_", config.eval["_target_"]
-    if not _is_map_style(dataset, key, path):
-        dataset = _InMemory(dataset, seed)
-        _is_map_style(dataset, key, path)  # it may be empty
-    return Evaluation(dataset, slicing, seed=seed, collate=collate, num_workers=config.num_workers)
 
 
 def _is_map_style(dataset: Any, key: str, path: str) -> bool:

@@ -22,8 +22,7 @@ from resilient_train.data.trees import rebuilt
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.wording import log
 
-_MAX_BYTES_OF_DEVICE = 2**26  # of kept batches that are not in the memory of the host
-_MAX_BYTES = 2**30  # of kept batches: older ones are fetched again, or left out of a repetition
+_MAX_BYTES = 2**28  # of kept batches: older ones are fetched again, or left out of a repetition
 _OLDER = 16  # updates to which no rewind goes back, and which a diagnosis may compare with
 
 
@@ -34,6 +33,7 @@ class Fed:
     start: int
     stop: int
     drawn: int = 0  # batches, or rows, of the loader before it
+    mark: Any = None  # how the loader continues there; None if it cannot say that
     batches: list[Any] | None = field(default_factory=list)  # None once it is too old to be kept
     rows: list[array[int]] = field(default_factory=list)  # of each batch; empty if they have no index
     nbytes: int = 0  # of what is kept
@@ -103,17 +103,16 @@ class FedSamples(Samples):
         """Count what was added to an update, and drop the batches of older ones if all take too much."""
         tensors = [leaf for leaf in leaves(made) if isinstance(leaf, torch.Tensor | np.ndarray)]
         nbytes = sum(one.nbytes for one in tensors)
-        most = _MAX_BYTES_OF_DEVICE if any(getattr(one, "is_cuda", False) for one in tensors) else _MAX_BYTES
         fed.nbytes, self._kept_bytes = fed.nbytes + nbytes, self._kept_bytes + nbytes
         for old in self._fed:
-            if self._kept_bytes <= most:
+            if self._kept_bytes <= _MAX_BYTES:
                 break
             if old.batches is None or old is fed or old is self.current:  # which may be repeated without a rewind
                 continue
             if not self._has_dropped and not self.rows:
                 self._has_dropped = True
                 why = "a rewind leaves the oldest out, unless the loader can continue at their place"
-                log.info("data: kept batches exceed %d MiB: %s", most >> 20, why)
+                log.info("data: kept batches exceed %d MiB: %s", _MAX_BYTES >> 20, why)
             self._drop_batches(old)
 
     def healthy(self, batch: Any, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:

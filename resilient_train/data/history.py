@@ -53,7 +53,6 @@ class Leap(NamedTuple):
     factor: float
     usual: float  # the highest rate before, as a multiple of the configured one
     is_sudden: bool
-    jump: float = 0.0  # times the rate of the update before, if it is sudden
 
 
 class Rise(NamedTuple):
@@ -93,14 +92,11 @@ class UpdateHistory:
         starts = [one.start for one in self._passed if one.step > since] if since is not None else []
         return min([*starts, start])
 
-    @property
-    def _known(self) -> list[PastUpdate]:  # whose samples are known
-        return [one for one in self._passed if one.stop > one.start]
-
     def around(self, since: int) -> tuple[list[PastUpdate], list[PastUpdate]]:
         """Return the latest updates after step `since`, and the latest accepted ones up to it, a few of each."""
-        after = [one for one in self._known if one.step > since]
-        before = [one for one in self._known if one.step <= since and one.accepted]
+        known = [one for one in self._passed if one.stop > one.start]  # whose samples are known
+        after = [one for one in known if one.step > since]
+        before = [one for one in known if one.step <= since and one.accepted]
         return after[-FEW:], before[-FEW:]
 
     def recent_measurements(self) -> tuple[list[float], list[float]]:
@@ -118,7 +114,7 @@ class UpdateHistory:
             is_candidate = one.step >= first_recent and place >= _LEAP_AFTER
             if is_candidate and one.lr_ratio >= (_LEAP if one.lr_ratio > 1.0 else _WARM_UP_STAGE) * highest:
                 farthest = max(other.lr_ratio for other in known[place:])
-                return Leap(one.step, farthest / highest, highest, True, one.lr_ratio / known[place - 1].lr_ratio)
+                return Leap(one.step, farthest / highest, highest, True)
             highest = max(highest, one.lr_ratio)
         first_recent = first_recent if since is None else min(first_recent, since + 1)
         older = [one.lr_ratio for one in known if one.step < first_recent]
@@ -161,12 +157,6 @@ class UpdateHistory:
         """The median of the last accepted losses, earlier processes included."""
         losses = list(islice((one.loss for one in reversed(self._passed) if one.accepted), _LAST_LOSSES))
         return median(losses) if losses else None
-
-    def copy(self) -> UpdateHistory:
-        """Return a copy for another thread to read."""
-        copied = UpdateHistory()
-        copied._passed, copied._first = self._passed.copy(), self._first.copy()
-        return copied
 
     def state_dict(self, step: int) -> list[list[float]]:
         latest = [one for one in self._passed if one.step <= step][-IN_CHECKPOINT:]

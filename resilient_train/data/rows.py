@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import random
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,52 +19,37 @@ from resilient_train.ground.errors import StorageFailed, in_one_line
 from resilient_train.ground.wording import counted, log
 
 PAUSES_S = (0.1, 0.3, 1.0, 2.0, 4.0)  # before each retry of an update, not of each of its rows
-_BEAT_S = 0.5
-
-_LASTING_ERRORS = {  # errors of the file or of this machine: a retry would fail the same way
-    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
-    *(errno.EINVAL, errno.EBADF, errno.EEXIST, errno.EROFS, errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
-}
-_DRAWS = 5  # of substitutes; after that the data set, or the collate function, is broken as a whole
+# A retry would fail the same way.
+_LASTING = FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError
+_SUBSTITUTES = 5  # that are tried; after that the data set, or the collate function, is broken as a whole
 _STORM = 4  # rows of a micro-batch that the storage fails to return; if they are a quarter of it, no row is bad
-
-
-def no_watchdog() -> None:
-    """Called while fetches are retried, if no watchdog waits for a sign of life."""
 
 
 def may_pass(error: BaseException | None) -> bool:
     """Say whether an error, or its cause, is one of storage or of a connection, and may not come again.
 
-    Libraries' own are known by name or text. An OSError without a number (a truncated picture) is about content.
+    Libraries' own are known by name. An OSError without a number (a truncated picture) is about content.
     """
     while error is not None:
         if any("Timeout" in kind.__name__ or "Connection" in kind.__name__ for kind in type(error).__mro__):
             return True
-        if isinstance(error, OSError):
-            text = re.search(r"errno\W+(\d+)", str(error), re.IGNORECASE)
-            number = error.errno or (int(text[1]) if text else None)
-            if number is not None and number not in _LASTING_ERRORS:
-                return True
+        if isinstance(error, OSError) and error.errno and not isinstance(error, _LASTING):
+            return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
 
 class Retries:
-    def __init__(self, beat: Callable[[], None] = no_watchdog) -> None:
-        self.beat, self.pauses = beat, 0
+    def __init__(self) -> None:
+        self.pauses = 0
 
-    def pause(self, error: BaseException, what: str = "a fetch") -> bool:
+    def pause(self, error: BaseException, what: str) -> bool:
         """Pause before a retry; return False if a retry cannot help, or none is left."""
         if self.pauses == len(PAUSES_S) or not may_pass(error):
             return False
         pause = PAUSES_S[self.pauses]
         log.warning("data: %s failed (%s): tried again in %g s", what, in_one_line(error), pause)
-        until = time.monotonic() + pause
-        while (left := until - time.monotonic()) > 0:
-            self.beat()
-            time.sleep(min(left, _BEAT_S))
-        self.beat()
+        time.sleep(pause)
         self.pauses += 1
         return True
 
@@ -95,11 +77,12 @@ def with_substitutes(keys: Sequence[Key], stream: Stream, rows: RepeatableBatche
             with suppress(Exception):
                 return rows.of_rows([rebuilt(fetched[key]) for key in keys], keys), keys, ()
         of_storage = [error for error in raised.values() if may_pass(error)]
-        for draw in range(_DRAWS if len(of_storage) < max(_STORM, len(keys) / 4) else 0):
-            for other in stream.others(keys[:1], draw, without=raised):
-                added, failed = _fetched_again([other], rows, Retries(retries.beat))
-                if not failed and (made := _without_bad_rows(keys, raised, other, fetched | added, rows)) is not None:
-                    return made
+        is_of_rows = len(of_storage) < max(_STORM, len(keys) / 4)
+        for other in stream.others([keys[0]] * _SUBSTITUTES, 0, without=raised) if is_of_rows else ():
+            added, failed = _fetched_again([other], rows, retries)
+            if not failed:
+                with suppress(Exception):
+                    return _without_bad_rows(keys, raised, other, fetched | added, rows)
         if of_storage:
             what = f"{len(of_storage)} of {len(keys)} rows of a batch could not be fetched"
             raise StorageFailed(what, in_one_line(of_storage[0])) from of_storage[0]
@@ -111,7 +94,7 @@ def _fetched_again(
 ) -> tuple[dict[Key, Any], dict[int, Exception]]:
     """Fetch rows one by one, with retries. Returns the fetched rows, and the errors of the others by row."""
     fetched: dict[Key, Any] = {}
-    for tries in count(1):
+    while True:
         raised: dict[int, Exception] = {}
         for key in keys:
             if key not in fetched:
@@ -119,11 +102,9 @@ def _fetched_again(
                     fetched[key] = rows.fetch(key)
                 except Exception as error:
                     raised[key.row] = error
-                retries.beat()
         passing = next((error for error in raised.values() if may_pass(error)), None)
-        if passing is None or (tries > 1 and not retries.pause(passing, f"{len(raised)} of {len(keys)} rows")):
-            break
-    return fetched, raised
+        if passing is None or not retries.pause(passing, f"{len(raised)} of {len(keys)} rows"):
+            return fetched, raised
 
 
 def _without_bad_rows(
@@ -132,8 +113,8 @@ def _without_bad_rows(
     other: Key,
     fetched: Mapping[Key, Any],
     rows: RepeatableBatches,
-) -> Made | None:
-    """Make the batch with `other` for rows that raised, or do not collate next to it; None if it does not help."""
+) -> Made:
+    """Make the batch with `other` for rows that raised, or do not collate next to it; raise if it does not help."""
 
     def made(some: Sequence[Key]) -> Any:
         return rows.of_rows([rebuilt(fetched[key]) for key in some], some)  # a collate function may change rows
@@ -146,12 +127,9 @@ def _without_bad_rows(
             except Exception as error:
                 bad[key.row] = error
     if len(bad) - len(raised) > max(1, (len(keys) - 1) // 2):
-        return None  # the other one is odd itself, or two rows never collate
+        raise ValueError("the other row is odd itself, or two rows never collate")
     mixed = [other if key.row in bad else key for key in keys]
-    try:
-        return made(mixed), mixed, [FailedRow(row, in_one_line(why)) for row, why in bad.items()]
-    except Exception:
-        return None
+    return made(mixed), mixed, [FailedRow(row, in_one_line(why)) for row, why in bad.items()]
 
 
 Collate = Callable[[list[Any]], Any]
@@ -167,7 +145,7 @@ class RepeatableBatches:
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
         self._draws = False  # as far as is known
-        self._probe: _Probe | None = None
+        self._first: Any = None  # numbers after the seed of a batch that draws none
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
         """Return a list of one batch: torch's fetcher asks for a list of rows and collates it."""
@@ -175,14 +153,17 @@ class RepeatableBatches:
 
     def collated(self, keys: Sequence[Key]) -> Any:
         parts = self.dataset.tensors if type(self.dataset) is TensorDataset and self.collate is default_collate else ()
-        if parts and all(one.layout is torch.strided and one.is_cpu and one.is_contiguous() for one in parts):
+        if parts and all(one.layout is torch.strided and one.is_cpu for one in parts):
             rows = torch.tensor([key.row for key in keys])  # all at once takes a tenth of the time, and draws nothing
             return [one.index_select(0, rows) for one in parts]
         if not self._draws:
-            self._probe = self._probe or _Probe(mix(Purpose.PROBE, keys[0].seed))
-            seed_host(self._probe.seed)
+            seed = mix(Purpose.PROBE)
+            if self._first is None:
+                seed_host(seed)
+                self._first = _next_numbers()
+            seed_host(seed)
             batch = self.collate(self._plain(keys))
-            if self._probe.is_untouched():
+            if _next_numbers() == self._first:
                 return batch
             self._draws = True
         return self.of_rows([self.fetch(key) for key in keys], keys)
@@ -202,16 +183,8 @@ class RepeatableBatches:
         return list(fetch_many(rows)) if fetch_many else [self.dataset[row] for row in rows]
 
 
-class _Probe:
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        seed_host(seed)
-        self.first = random.random(), np.random.random()
-        self.state = torch.get_rng_state()
-
-    def is_untouched(self) -> bool:
-        """Draw once more: the numbers are the first ones after the seed only if none were drawn before."""
-        return (random.random(), np.random.random()) == self.first and torch.equal(torch.get_rng_state(), self.state)
+def _next_numbers() -> tuple[float, float, float]:
+    return random.random(), np.random.random(), float(torch.rand((), device="cpu"))
 
 
 _PLAIN_TYPES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from operator import itemgetter
-from traceback import clear_frames, walk_tb
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -18,20 +16,11 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from resilient_train.core.transaction import Update
-from resilient_train.data.rows import (
-    Collate,
-    FailedRow,
-    RepeatableBatches,
-    Retries,
-    no_watchdog,
-    with_substitutes,
-)
-from resilient_train.data.stream import Key, Ranges, Span, Stream
+from resilient_train.data.rows import Collate, FailedRow, RepeatableBatches, Retries, with_substitutes
+from resilient_train.data.stream import Key, Ranges, Stream
 from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.wording import log
 from resilient_train.processes.process_exit import exit_with_parent
-
-_MOST_SAMPLES = 2**24  # samples of one process in an update
 
 
 @dataclass(frozen=True)
@@ -56,7 +45,7 @@ class Slicing:
     def for_samples(self, samples: int) -> Slicing | None:
         """Split `samples` samples over the same ranks, in micro-batches no larger than now; None if impossible."""
         mine, rest = divmod(samples, self.world)
-        if rest or not 0 < mine <= _MOST_SAMPLES:
+        if rest or not mine:
             return None
         least = -(-mine // self.batch_size)
         accumulation = next(count for count in range(least, mine + 1) if mine % count == 0)
@@ -74,10 +63,8 @@ class Samples(ABC):
     position: int
     slicing: Slicing
     skipped: Ranges
-    beat: Callable[[], None] = staticmethod(no_watchdog)  # called while fetches are retried, or a place is looked for
     rows: int = 0
     is_fed: bool = False  # a trainer fetches them, and makes its updates itself
-    sees_now: bool = False  # see `as_of_now`
     counts_batches: bool = False  # the length of the data is that in micro-batches
     stream: Stream  # the order in which rows come, if they have an index
     _fetcher: RepeatableBatches
@@ -101,13 +88,13 @@ class Samples(ABC):
 
     def skip(self, start: int, stop: int) -> None:
         """Skip these positions from now on, after rewinds too."""
-        self.skipped.add(start, stop)
+        self.skipped.append([start, stop])
         self._batches = None
 
     def skip_only(self, spans: Iterable[Sequence[int]]) -> None:
-        self._batches, self.skipped.spans, self.skipped.added = None, [], []
+        self.skipped.clear()
         for start, stop in spans:
-            self.skipped.add(start, stop)
+            self.skip(start, stop)
 
     def slice_as(self, slicing: Slicing) -> bool:
         """Slice the same samples of an update into other micro-batches from now on; return whether that is possible."""
@@ -126,15 +113,6 @@ class Samples(ABC):
     def close(self) -> None:
         self._batches = None
 
-    @contextmanager
-    def as_of_now(self) -> Iterator[None]:
-        """Let replays in a block see the counts of a trainer as they are, not as they were before each update."""
-        self.sees_now = True
-        try:
-            yield
-        finally:
-            self.sees_now = False
-
     def quarantine(self, rows: Iterable[int]) -> None:
         """Put others in the places of these rows from now on, after rewinds too."""
         self.stream.quarantine(rows)
@@ -142,23 +120,20 @@ class Samples(ABC):
 
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the rows at these positions; none if they have no index."""
-        places = [at for at in range(start, stop) if self.skipped.end_at(at) == at]
-        return tuple(sorted({key.row for at in places for key in self.stream.take(at, 1).keys}))
+        return tuple(sorted({key.row for key in self.stream.keys(start, stop)}))
 
     def have_passed(self, keys: Sequence[Key]) -> bool:
         """Whether all of these rows came in an earlier epoch, and were not skipped with their update there."""
-        left_out = {key.row for span in self.skipped.spans for key in self.stream.keys(*span)}
+        left_out = {key.row for span in self.skipped for key in self.stream.keys(*span)}
         return all(key.epoch > 0 and key.row not in left_out for key in keys)
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
-        return self.slicing.of_this_rank(self.stream.take(start, self.slicing.samples).keys)
+        return self.slicing.of_this_rank(self.stream.take(start, self.slicing.samples)[2])
 
     def starts(self, after: int, samples: int) -> list[int]:
         """Return where the updates that follow the one at `after` begin, within `samples` samples."""
-        each, found = self.slicing.samples, [after]
-        while len(found) * each < samples:
-            found.append(self.stream.take(found[-1], each).stop)
-        return found[1:]
+        each = self.slicing.samples
+        return [*range(after + each, after + samples, each)]
 
     def collated(self, keys: Sequence[Key]) -> Any:
         """Make one micro-batch of these rows as training makes it. Leaves the host's generators in any state."""
@@ -173,21 +148,14 @@ class Samples(ABC):
 
     def others(self, keys: Sequence[Key], draw: int, *, least: int = 1) -> list[Key]:
         """Return as many other healthy rows, or `least`, for comparison: the same ones for the same draw."""
-        return self.stream.others([*islice(cycle(keys), max(least, len(keys)))], draw)
+        return self.stream.others(([*keys] * least)[: max(least, len(keys))], draw)
 
 
 class MapSamples(Samples):
     """Samples of a map-style data set: it can jump to any position."""
 
     def __init__(
-        self,
-        dataset: Any,
-        stream: Stream,
-        slicing: Slicing,
-        *,
-        collate: Collate,
-        num_workers: int = 0,
-        pin_memory: bool = False,
+        self, dataset: Any, stream: Stream, slicing: Slicing, *, collate: Collate, num_workers: int, pin_memory: bool
     ) -> None:
         self.dataset, self.slicing, self.collate = dataset, slicing, collate
         self.num_workers, self.pin_memory = num_workers, pin_memory
@@ -196,7 +164,6 @@ class MapSamples(Samples):
         self._fetcher = RepeatableBatches(dataset, collate)
         self._plan = _Plan(stream, slicing)
         self._loader: DataLoader[Any] | None = None
-        self._trouble_until: int | None = None  # the end of the last update that took a second try
 
     def next_update(self) -> Update:
         """An error from a worker does not say which row raised it: the rows are then fetched again in this process."""
@@ -207,16 +174,12 @@ class MapSamples(Samples):
         except Exception as error:
             trouble = in_one_line(error)
             clear_frames(error.__traceback__)  # torch's hold the error: a cycle that would keep the workers alive
-            # What a worker passes on is raised by torch's `reraise`, perhaps in words of the exception's own. Any other
-            # error is the worker's own: it dies or is dead.
-            is_passed_on = any(frame.f_code.co_name == "reraise" for frame, _ in walk_tb(error.__traceback__))
-            lost_worker = self.num_workers > 0 and not is_passed_on
         else:
-            planned = self._plan.ahead.popleft()
-            assert planned.start >= self.position
-            self.position = planned.stop
-            return Update(planned.start, planned.stop, batches, self.slicing.of_this_rank(planned.keys))
-        return self._fetched_here(trouble, lost_worker=lost_worker)
+            start, stop, keys = self._plan.ahead.popleft()
+            assert start >= self.position
+            self.position = stop
+            return Update(start, stop, batches, self.slicing.of_this_rank(keys))
+        return self._fetched_here(trouble)
 
     def slice_as(self, slicing: Slicing) -> bool:
         self.slicing = self._plan.slicing = slicing
@@ -242,30 +205,21 @@ class MapSamples(Samples):
             fetching._worker_pids_set = False
         return fetching  # type: ignore[no-any-return]
 
-    def _fetched_here(self, trouble: str, *, lost_worker: bool) -> Update:
+    def _fetched_here(self, trouble: str) -> Update:
         """Make the next update in this process, row by row if necessary. Workers start again after it."""
-        self._batches, retries = None, Retries(self.beat)
-        span = self.stream.take(self.position, self.slicing.samples)
+        self.close()  # a loader that has lost a worker cannot be iterated again
+        retries = Retries()
+        start, stop, planned = self.stream.take(self.position, self.slicing.samples)
         batches, keys, failed = [], [], dict[int, FailedRow]()
-        for some in self.slicing.of_this_rank(span.keys):
+        for some in self.slicing.of_this_rank(planned):
             batch, mixed, bad = with_substitutes(some, self.stream, self._fetcher, retries)
             batches.append(batch)
             keys.append(mixed)
             failed |= {row.row: row for row in bad}
         if not failed:  # a worker that died, a disk that was away for a moment
-            is_again, is_first = self._trouble_until == span.start, self._trouble_until is None
-            # Rows that fail now and then are reported once; the death of a worker costs seconds every time.
-            if is_first or retries.pauses or (lost_worker and not is_again):
-                log.warning("data: %s; the same rows arrived at another try, and training continues", trouble)
-            self._trouble_until = span.stop
-            if lost_worker:
-                self._loader = None  # a loader that has lost a worker cannot be iterated again
-                if is_again:
-                    self.num_workers = 0
-                    why = "workers fail at once, for example because shared memory is missing"
-                    log.warning("data: %s: rows are fetched without them", why)
-        self.position = span.stop
-        return Update(span.start, span.stop, batches, keys, tuple(failed.values()))
+            log.warning("data: %s; the same rows arrived at another try, and training continues", trouble)
+        self.position = stop
+        return Update(start, stop, batches, keys, tuple(failed.values()))
 
 
 class _Plan:
@@ -275,16 +229,16 @@ class _Plan:
 
     def __init__(self, stream: Stream, slicing: Slicing) -> None:
         self.stream, self.slicing, self.start = stream, slicing, 0
-        self.ahead: deque[Span] = deque()  # updates planned for the workers, not trained on yet
+        self.ahead = deque[tuple[int, int, list[Key]]]()  # updates planned for the workers, not trained on yet
 
     def __iter__(self) -> Iterator[Sequence[Key]]:
         position = self.start
         self.ahead.clear()
         while True:
-            span = self.stream.take(position, self.slicing.samples)
-            self.ahead.append(span)
-            yield from self.slicing.of_this_rank(span.keys)
-            position = span.stop
+            planned = self.stream.take(position, self.slicing.samples)
+            self.ahead.append(planned)
+            _, position, keys = planned
+            yield from self.slicing.of_this_rank(keys)
 
 
 def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_memory: bool) -> DataLoader[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Iterator, Sequence
 from inspect import isgeneratorfunction
 from typing import Any
@@ -20,8 +19,6 @@ from resilient_train.data.samples import Slicing
 from resilient_train.data.trees import rebuilt
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.wording import log
-
-_KEPT = 2  # updates of an iterable data set
 
 
 class LoaderSamples(FedSamples):
@@ -42,7 +39,6 @@ class LoaderSamples(FedSamples):
         self._iterator: Iterator[Any] | None = None
         is_dataloader = isinstance(loader, DataLoader) and not hasattr(loader, "use_stateful_dataloader")
         self._is_stateful = is_dataloader and hasattr(loader, "load_state_dict")
-        self._marks = deque[Any]()  # batches drawn before, and how it continues there
 
     def next_update(self) -> Update:
         while not self.is_behind:
@@ -59,42 +55,24 @@ class LoaderSamples(FedSamples):
         return super().starts(after, samples)
 
     def state_dict(self) -> dict[str, Any]:
-        ahead = next(self._ahead(), None)
-        # What was skipped was drawn, too.
-        position, drawn = (self.newest_stop, self.drawn) if ahead is None else (ahead.start, ahead.drawn)
-        if self._is_stateful and drawn == self.drawn:
-            self._marks.append((drawn, self._mark()))
-        before = [one for one in self._marks if one[0] <= drawn][-1:]
-        return {"position": position, "drawn": drawn, "loader": [[drawn - at, mark] for at, mark in before]}
+        if (ahead := next(self._ahead(), None)) is None:  # what was skipped was drawn, too
+            return {"position": self.newest_stop, "drawn": self.drawn, "mark": self._mark()}
+        return {"position": ahead.start, "drawn": ahead.drawn, "mark": ahead.mark}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         kept = next((fed.start for fed in self._fed if fed.batches is not None or fed.rows), self.newest_stop)
         is_kept = state["position"] >= -self._least(-kept)
-        if self._fed and (is_kept or not state["loader"]):
+        if self._fed and (is_kept or state["mark"] is None):
             super().load_state_dict(state)
             return
         while self._fed and self._fed[-1].start >= state["position"]:  # of an earlier process, or from before all kept
             self._drop_batches(self._fed.pop())
         self.position = self.newest_stop = state["position"]
         self.drawn, self._iterator = state["drawn"], None
-        self._marks.clear()
-        if state["loader"]:
-            self.continue_from(*state["loader"][0])
+        if state["mark"] is not None:
+            self._load(state["mark"])
         elif self.drawn:
             log.info("data: a loader without a state_dict begins again at its first batch, one that draws continues")
-
-    def continue_from(self, behind: int, mark: Any) -> None:
-        self.drawn -= behind
-        self._marks.append((self.drawn, mark))
-        self._load(mark)
-        for _ in range(behind):
-            self._next_batch()
-
-    def forget_before(self, position: int) -> None:
-        super().forget_before(position)
-        drawn = self._fed[0].drawn if self._fed else self.drawn
-        while len(self._marks) > 1 and self._marks[1][0] <= drawn:
-            self._marks.popleft()
 
     def close(self) -> None:
         super().close()
@@ -112,16 +90,17 @@ class LoaderSamples(FedSamples):
         seed_all(mix(Purpose.LOADER, self.seed, batch, self.slicing.rank), self.device)
 
     def _fetch(self) -> None:
-        drawn, made = self.drawn, [self.healthy(batch, rows) for batch, rows in self.fetch()]
+        drawn, mark = self.drawn, self._mark()
+        made = [self.healthy(batch, rows) for batch, rows in self.fetch()]
         fed = self.feed()
-        fed.drawn = drawn
+        fed.drawn, fed.mark = drawn, mark
         for batch, rows in made:
             self.feed_more(fed, rebuilt(batch, copied), rows)
-        if self.counts_batches:
-            fed.fresh = [rebuilt(batch) for batch, _ in made]
+        fed.fresh = [rebuilt(batch) for batch, _ in made]
 
     def _mark(self) -> Any:
-        return copy.deepcopy(self.loader.state_dict())
+        """Return how the loader continues, or None if it cannot say that."""
+        return copy.deepcopy(self.loader.state_dict()) if self._is_stateful else None
 
     def _load(self, mark: Any) -> None:
         self.loader.load_state_dict(copy.deepcopy(mark))
@@ -135,7 +114,7 @@ class LoaderSamples(FedSamples):
 
     def _next_batch(self) -> Any:
         number, self.drawn = self.drawn, self.drawn + 1
-        retries, ends = Retries(self.beat), 0
+        retries, ends = Retries(), 0
         while ends < 2:
             self.seed_for(number)
             try:
@@ -162,30 +141,20 @@ class IterableSamples(LoaderSamples):
 
     def __init__(self, dataset: Any, slicing: Slicing, seed: int, make_batch: Collate, **more: Any) -> None:
         super().__init__(dataset, slicing, seed, torch.device("cpu"), **more)
-        self._make_batch, self._is_stateful, self._epoch = make_batch, True, 0
+        self._make_batch, self._is_stateful = make_batch, True
         self._pristine = copy.deepcopy(dataset.state_dict())
         self._load([0, self._pristine])
 
-    def slice_as(self, slicing: Slicing) -> bool:
-        self.slicing = slicing
-        return True
-
-    def handed_out(self, fed: Fed) -> list[Any]:
-        """Make this rank's batches of the rows, in containers of their own: a collate function may change these."""
-        batches = []
-        for number, some in enumerate(self.slicing.of_this_rank(fed.batches[0] if fed.batches else ())):
-            place = number * self.slicing.world + self.slicing.rank  # among the micro-batches on all ranks
-            seed_host(mix(Purpose.COLLATE, self.seed, fed.start, place))
-            batches.append(self._make_batch([rebuilt(row) for row in some]))
-        return batches
-
-    def keep(self, fed: Fed, made: Any) -> None:
-        """Keep few, as rows may be of any size, which is not known: a rewind to before them reads again."""
-        if len(self._fed) > _KEPT:
-            self._drop_batches(self._fed[-_KEPT - 1])
-
     def fetch(self) -> list[tuple[Any, Sequence[int]]]:
-        return [([self._next_batch() for _ in range(self.slicing.samples)], ())]
+        """Read the rows of all ranks, and make this rank's batches of them."""
+        first = self.drawn
+        rows = [self._next_batch() for _ in range(self.slicing.samples)]
+        batches = []
+        for number, some in enumerate(self.slicing.of_this_rank(rows)):
+            place = number * self.slicing.world + self.slicing.rank  # among the micro-batches on all ranks
+            seed_host(mix(Purpose.COLLATE, self.seed, first, place))
+            batches.append((self._make_batch([*some]), ()))
+        return batches
 
     def seed_for(self, batch: int) -> None:
         seed_host(mix(Purpose.ROW, self.seed, batch))

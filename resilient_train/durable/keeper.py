@@ -262,7 +262,7 @@ class CheckpointKeeper:
 
     def _job(self, snapshot: Snapshot) -> Job | None:
         """Make a job that writes a snapshot, on rank 0 alone. All ranks gather a sharded state for it."""
-        parts, store, updates = self._parts, self._store, self._parts.updates.copy()
+        parts, store = self._parts, self._store
         parts.ring.copier.wait()
         content = gathered(snapshot.parts, keep=self._commits) if self._is_sharded else snapshot.parts
         step, tick = snapshot.step, _tick(snapshot)
@@ -275,11 +275,11 @@ class CheckpointKeeper:
         persistent = {
             "statistics": snapshot.checks_state,
             "panel": parts.checks.persistent_state(),
+            "passed": parts.updates.state_dict(step),
             "remembered": {name: item.state_dict() for name, item in self.resumption.remembered.items()},
         }
 
         def write() -> Entry:  # it holds the snapshot, whose memory is reused once nothing does
-            persistent["passed"] = updates.state_dict(step)
             manifest = Manifest(
                 kind=VERIFIED if snapshot.verified else CANDIDATE,
                 step=step,

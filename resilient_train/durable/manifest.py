@@ -17,7 +17,7 @@ from resilient_train.durable.journal import seal, unseal
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 VERIFIED, CANDIDATE, DEMOTED = "verified", "candidate", "demoted"
 
-_FORMAT = 6
+_FORMAT = 7
 _NAME = re.compile(r"step-(\d{8,18})(-\d+)?(\.demoted)?")
 
 

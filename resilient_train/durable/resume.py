@@ -13,7 +13,6 @@ from resilient_train.core.protocols import Parts
 from resilient_train.core.state import LR_OF_GUARD, RunState, weights_of
 from resilient_train.core.tree import Tree
 from resilient_train.data.history import UpdateHistory
-from resilient_train.data.rows import no_watchdog
 from resilient_train.data.samples import Samples
 from resilient_train.durable import endings
 from resilient_train.durable.incident_log import IncidentLog
@@ -33,7 +32,7 @@ class RunParts(Parts):
     world: World
     samples: Samples
     updates: UpdateHistory = field(default_factory=UpdateHistory)
-    beat: Callable[[], None] = no_watchdog  # called during long work, to show the watchdog its progress
+    beat: Callable[[], None] = lambda: None  # called during long work, to show the watchdog its progress
 
 
 _SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # keys that decide whether a state fits

@@ -151,7 +151,6 @@ class Guard(EngineGuard):
         optimizers = arguments.optimizers(optimizer, bare)
         rates = arguments.schedules(schedule, optimizers)
         samples = arguments.samples(data, slicing, world, seed, shuffle, num_workers, collate)
-        samples.beat = beat  # a resume may have to read an epoch
         seeds = RecordedStates(device) if samples.is_fed else Seeds(seed, world.rank, device)
         more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
         self._settings = arguments.settings(optimizers[0], **more)

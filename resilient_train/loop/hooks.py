@@ -170,8 +170,8 @@ def skipped_samples(samples: Samples) -> Effect:
             samples.skip(int(start), int(stop))
 
     def undo(state: Any) -> None:
-        if samples.rows and state != samples.skipped.added:
+        if samples.rows and state != samples.skipped:
             samples.skip_only(state)
 
     skipped = samples.skipped
-    return Effect("skipped", lambda: list(skipped.added), restore, undo, lambda: skipped.spans)
+    return Effect("skipped", lambda: list(skipped), restore, undo, lambda: list(skipped))

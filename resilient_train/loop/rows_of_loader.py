@@ -123,15 +123,19 @@ class _NumberedSamples(LoaderSamples):
         found = [getattr(one, "generator", None) for one in samplers]
         self._generator = next((one for one in found if one is not None), torch.Generator())
         self._iteration = getattr(loader, "iteration", 0)
-        self._continues = False  # in the epoch of the newest mark
+        self._epoch: Any = None  # the batches before it, the state of its generator, and Accelerate's count
+        self._continues = False  # in that epoch
         base.__dict__["batch_sampler"] = _Order(base.batch_sampler, self._prepare)
         base.__dict__["_iterator"] = None  # persistent workers are not the caller's
 
-    def continue_from(self, behind: int, mark: Any) -> None:
-        self._marks.append((self.drawn - behind, mark))
-        self._continues = behind > 0
+    def _mark(self) -> Any:
+        return self._epoch
+
+    def _load(self, mark: Any) -> None:
+        self._epoch = mark
         # The random numbers of the first batch follow those of the order, and Accelerate's loaders are a batch ahead.
-        again = min(behind, 2)
+        again = min(self.drawn - mark[0], 2)
+        self._continues = again > 0
         self.drawn -= again
         for _ in range(again):
             self._next_batch()
@@ -142,8 +146,8 @@ class _NumberedSamples(LoaderSamples):
 
     def begun(self) -> Iterator[Any]:
         if not self._continues:
-            self._marks.append((self.drawn - 1, [None, self._iteration]))
-        begins, (_, self._iteration) = self._marks[-1]
+            self._epoch = [self.drawn - 1, None, self._iteration]
+        begins, _, self._iteration = self._epoch
         self._continues = False
         passed = self.drawn - 1 - begins
         loader = skip_first_batches(self.loader, passed) if passed else self.loader
@@ -152,11 +156,11 @@ class _NumberedSamples(LoaderSamples):
         return iter(loader)
 
     def _prepare(self) -> None:
-        begins, mark = self._marks[-1]
-        if mark[0] is None:  # a new epoch: as in a plain loop, its iterator has drawn once before
-            mark[0] = self._generator.get_state()
+        begins, state, _ = self._epoch
+        if state is None:  # a new epoch: as in a plain loop, its iterator has drawn once before
+            state = self._epoch[1] = self._generator.get_state()
         self.seed_for(begins)
-        self._generator.set_state(mark[0])
+        self._generator.set_state(state)
 
 
 def samples_of(loader: Any, least: Callable[[float], float], *more: Any) -> LoaderSamples:

@@ -205,7 +205,7 @@ class Follower(ABC):
         """Return the loss of a batch for a replay, which leaves what the trainer counts as it is."""
         self.number = self.number + 1 if self._replay == self._seeds.times else 0
         self._replay, fed, place = self._seeds.times, self.at_hand, self._place()
-        if fed.places and not self.samples.sees_now:
+        if fed.places:
             self._return_to(fed.places[min(self.number, len(fed.places) - 1)])
         try:
             return self._loss_of(model, batch, fed)

@@ -12,24 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 _HELD_OUT = 0.1  # of the files
 _NOISE = 0.1  # spread of what is added to a teacher's scores
-
-
-class TokenRows(Dataset[dict[str, Tensor]]):
-    """The rows of a matrix of token ids, as {"input_ids": LongTensor[length]}."""
-
-    def __init__(self, ids: Tensor) -> None:
-        self.ids = ids
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.ids[index].long()}
 
 
 def digits(split: str = "train") -> TensorDataset:
@@ -46,8 +32,8 @@ def digits(split: str = "train") -> TensorDataset:
     return TensorDataset(rows[:, :-1].float().div(16).view(-1, 1, 8, 8), rows[:, -1].long())
 
 
-def python_source(split: str = "train", context: int = 128, max_bytes: int = 4_000_000) -> TokenRows:
-    """Cut the bytes of Python's standard library's source into rows of `context + 1` tokens.
+def python_source(split: str = "train", context: int = 128, max_bytes: int = 4_000_000) -> TensorDataset:
+    """Cut the bytes of Python's standard library's source into rows (uint8 tokens [context + 1],).
 
     The last token of a row is the first of the next one, so that every token is predicted once. A file belongs to one
     split by a hash of its name, and files come in the order of that hash: any `max_bytes` are a fair sample.
@@ -58,9 +44,7 @@ def python_source(split: str = "train", context: int = 128, max_bytes: int = 4_0
         if (place < _HELD_OUT) == (split == "eval") and len(text) < max_bytes:
             text += path.read_bytes()
     tokens = torch.frombuffer(text[:max_bytes], dtype=torch.uint8)
-    if len(tokens) <= context:
-        raise ValueError(f"{len(tokens)} tokens of {split} text hold no row of {context + 1}: raise max_bytes")
-    return TokenRows(tokens.unfold(0, context + 1, context))
+    return TensorDataset(tokens.unfold(0, context + 1, context))
 
 
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo", "pydoc_data", "encodings"}

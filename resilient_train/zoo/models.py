@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -30,46 +29,13 @@ class MLP(nn.Module):
         return logits
 
 
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.dropout = dropout
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return out
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout)
-        self.mlp_norm = nn.LayerNorm(width)
-        layers = {"up": nn.Linear(width, 4 * width), "gelu": nn.GELU(), "out": nn.Linear(4 * width, width)}
-        self.mlp = nn.Sequential(OrderedDict(layers))
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return out
-
-
 class GPT(nn.Module):
     """A decoder in GPT-2's shape: token ids [batch, time] in, next-token logits [batch, time, vocab] out.
 
     The defaults have 0.86M parameters; vocab_size=50257, context=1024, layers=12, heads=12, width=768 has GPT-2's 124M.
     """
 
-    _no_split_modules: ClassVar[list[str]] = ["Block"]  # where Accelerate's FSDP policies cut the model
+    _no_split_modules: ClassVar[list[str]] = ["TransformerEncoderLayer"]  # where Accelerate's FSDP policies cut it
 
     def __init__(
         self,
@@ -81,35 +47,30 @@ class GPT(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"width must be a multiple of heads, got width={width} and heads={heads}")
         self.context = context
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.head.weight = self.tokens.weight
 
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        # 2 * layers projections add to the residual stream: this keeps its variance from growing with the depth.
         for name, weight in self.named_parameters():
-            if name.endswith(".out.weight"):
-                nn.init.normal_(weight, std=0.02 / (2 * layers) ** 0.5)
+            if weight.ndim > 1:
+                # 2 * layers projections add to the residual stream: its variance shall not grow with the depth.
+                adds = name.endswith(("out_proj.weight", "linear2.weight"))
+                nn.init.normal_(weight, std=0.02 / (2 * layers) ** 0.5 if adds else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(weight)
 
     def forward(self, ids: Tensor) -> Tensor:
         length = ids.shape[1]
         if length > self.context:
             raise ValueError(f"a row of {length} tokens does not fit the model's context of {self.context}")
         x = self.dropout(self.tokens(ids) + self.positions(torch.arange(length, device=ids.device)))
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
+        is_ahead = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
+        logits: Tensor = self.head(self.blocks(x, mask=is_ahead, is_causal=True))
         return logits
 
 

@@ -55,7 +55,8 @@ def language_model(model: Model, batch: Any) -> Outcome:
         ids = batch[0] if isinstance(batch, tuple | list) else batch
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2:
         raise _misfit("language_model", "integer token ids [batch, time]", ids)
-    labels = (ids if entries.get("labels") is None else entries["labels"]).long()
+    ids = ids.long()
+    labels = ids if entries.get("labels") is None else entries["labels"].long()
     if labels.shape != ids.shape:
         raise _misfit("language_model", f"labels of the ids' shape {list(ids.shape)}", labels)
     if entries.get("attention_mask") is not None:

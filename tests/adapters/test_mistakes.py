@@ -48,7 +48,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"data": object}, "data: expected a data set, a loader or a function, got type"),
     ({"data": TensorDataset(torch.zeros(0, 6))}, "data=TensorDataset: the data set is empty"),
     ({"data": A_LOADER}, "batch_size=16: the loader makes batches of 8 rows itself: leave batch_size out"),
-    ({"data": Counting(9), "num_workers": 1}, "num_workers=1: an iterable data set"),
+    ({"data": Counting(9), "num_workers": 1}, "data=Counting: an iterable data set .* use num_workers=0"),
     ({"batch_size": None}, "batch_size: missing"),
     ({"batch_size": "8"}, r"batch_size=8: must be a whole number \(at least 1\) or null"),
     ({"batch_size": 0}, r"batch_size=0: must be a whole number \(at least 1\)"),

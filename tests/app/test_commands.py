@@ -157,17 +157,6 @@ def test_batches_of_any_shape_reach_the_objective_as_they_are(train: str, run_co
     assert outcome.code == 0, outcome.stderr
 
 
-def test_an_iterable_evaluation_set_is_read_again_each_time(run_command: command) -> None:
-    """Every evaluation sees all of it, with the same random numbers: the same weights would get the same value."""
-    overrides = ["data.train._target_=user_programs.Lengthy", "data.eval._target_=user_programs.Counting"]
-    outcome = run_command([*MINE, *overrides, "run.eval_every=1", "run.steps=3", "optimizer.lr=0", "run.name=read"])
-    assert outcome.code == 0, outcome.stderr
-    said = [line.split(": ")[1] for line in outcome.stdout.splitlines() if line.startswith("evaluation after")]
-    assert len(said) == 3
-    assert len(set(said)) == 1
-    assert "loss" in said[0]
-
-
 def test_training_starts_from_given_weights(run_command: command) -> None:
     """run.init_from takes the weights of another run and nothing else of it."""
     run_command([*MINE, "run.steps=40", "run.name=first", "optimizer.lr=0.02"])

@@ -56,7 +56,7 @@ def over(
     if isinstance(dataset, Counting):
         return of_stream(dataset, slicing, seed)
     stream = Stream(len(dataset), seed, shuffle=shuffle)
-    return MapSamples(dataset, stream, slicing, collate=collate, num_workers=workers)
+    return MapSamples(dataset, stream, slicing, collate=collate, num_workers=workers, pin_memory=False)
 
 
 def batches(samples: Samples, updates: int) -> list[str]:
@@ -183,16 +183,6 @@ def test_streams_of_libraries_are_exact(made: Any, tmp_path: Path) -> None:
     assert (epoch + indices(samples, 3))[:23] == list(range(23))
 
 
-def test_rows_of_an_iterable_are_cut_into_smaller_batches() -> None:
-    """After an update ran out of memory the same rows come in two halves, also those that were read ahead."""
-    samples = over(Counting(), Slicing(6))
-    update = samples.next_update()
-    samples.go_back(update)
-    assert samples.slice_as(Slicing(3, accumulation=2))
-    halves = samples.next_update()
-    assert torch.equal(torch.cat([one["index"] for one in halves.batches]), update.batches[0]["index"])
-
-
 def test_rows_differ_between_epochs_and_seeds() -> None:
     """An augmentation is drawn anew in the next epoch: repeatable does not mean frozen."""
     one_row = Augmented(1)
@@ -206,16 +196,15 @@ def test_rows_differ_between_epochs_and_seeds() -> None:
 @pytest.mark.parametrize("rows", [1, 7, 12, 13])
 def test_evaluation_sees_every_row_once_with_equally_many_batches_on_every_rank(world: int, rows: int) -> None:
     """A rank without rows of its own still takes part, at weight zero."""
-    for kind in (Augmented, Counting):
-        config: Any = SimpleNamespace(eval={"_target_": "rows"}, num_workers=0)
-        dealt = [
-            list(build.evaluation(kind(rows), config, slicing, seed=0, collate=default_collate).batches())
-            for slicing in slicings(world)
-        ]
-        assert len({len(mine) for mine in dealt}) == 1
-        seen = [index for mine in dealt for batch, weight in mine if weight for index in batch["index"].tolist()]
-        assert sorted(seen) == list(range(rows))
-        assert sum(weight for mine in dealt for _, weight in mine) == rows
+    config: Any = SimpleNamespace(eval={"_target_": "rows"}, num_workers=0)
+    dealt = [
+        list(build.Evaluation(Augmented(rows), config, slicing, seed=0, collate=default_collate).batches())
+        for slicing in slicings(world)
+    ]
+    assert len({len(mine) for mine in dealt}) == 1
+    seen = [index for mine in dealt for batch, weight in mine if weight for index in batch["index"].tolist()]
+    assert sorted(seen) == list(range(rows))
+    assert sum(weight for mine in dealt for _, weight in mine) == rows
 
 
 def test_making_batches_in_between_changes_nothing() -> None:
@@ -406,7 +395,7 @@ def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -
     plain, samples = over(Augmented(400)), over(Augmented(400), workers=2)
     with caplog.at_level(logging.WARNING, "resilient_train"):
         for number in range(24):
-            if number in (3, 14):  # far apart: two deaths in a row turn workers off
+            if number in (3, 14):
                 os.kill(struck := workers_of(samples)[0].pid, signal.SIGKILL)
                 while _state(struck) != "Z":  # the training, in which nothing may be raised
                     time.sleep(0.01)
@@ -417,22 +406,3 @@ def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -
     for line in caplog.messages:  # as it is met: by a signal, or by a pipe that is dead
         assert re.search("exited unexpectedly|Connection|EOF", line)
     samples.close()
-
-
-@pytest.mark.usefixtures("impatient")
-def test_where_workers_always_die_it_goes_on_without_them(caplog: pytest.LogCaptureFixture) -> None:
-    """A container without shared memory kills them with their first batch."""
-    here = os.getpid()
-
-    class NoMemory(Augmented):
-        def __getitem__(self, index: int) -> Any:
-            if os.getpid() != here:
-                os._exit(1)
-            return super().__getitem__(index)
-
-    plain, samples = over(Augmented(400)), over(NoMemory(400), workers=1)
-    with caplog.at_level(logging.WARNING, "resilient_train"):
-        for _ in range(4):
-            assert sha256(samples.next_update().batches) == sha256(plain.next_update().batches)
-    assert len(caplog.messages) == 2
-    assert caplog.messages[1].endswith("rows are fetched without them")

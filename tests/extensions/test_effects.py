@@ -55,7 +55,7 @@ def test_entries_of_the_journal_add_up_to_the_whole() -> None:
         history.recall({"kind": "effects_changed", "effects": changes})
         assert history.effects == plain(mine.effects.state_dict())
         assert any(changes["added"].get(name) for name in ("skipped", "quarantined")) == has_added
-    assert (mine.knobs.lr, samples.skipped.spans) == (1.0, [(12, 20)])
+    assert (mine.knobs.lr, samples.skipped) == (1.0, [[12, 20]])
     assert [*mine.extension(RowsLeftOut).rows] == [3, 9]
     again = controls()
     again.effects.load_state_dict(history.effects)

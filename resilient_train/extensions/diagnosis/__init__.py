@@ -113,8 +113,7 @@ class CauseFinder(Extension, Diagnoser):
         may_be_leap = is_sudden or (found.culprit is None and found.cause is Cause.EXPLOSION)
         may_be_leap &= found.cause is not Cause.DATA and anomaly.signal in (_OF_THE_RATE if is_sudden else OF_THE_LOSS)
         if leap is not None and may_be_leap:
-            times, before = leap.jump or leap.factor, leap.step - 1
-            rose = fact("rate_rose", times=times, before=before, step=leap.step, is_sudden=is_sudden)
+            rose = fact("rate_rose", times=leap.factor, before=leap.step - 1, step=leap.step, is_sudden=is_sudden)
             to = leap.usual * leap.factor if leap.is_sudden else 0.0
             return Diagnosis(Cause.RATE, rose, usual_rate=leap.usual, leapt_to=to)
         return found
@@ -197,7 +196,7 @@ class CauseFinder(Extension, Diagnoser):
         rise = now - (was if level is None else level)
         if not rise > (_MIN_SHARE * abs(was) if level is None else 0):
             return
-        with self._weights_of(verified[0]), samples.as_of_now():
+        with self._weights_of(verified[0]):
             risen = [self._search.loss_at(one.start) - one.loss for one in trusted]
         if median(risen) > _MIN_SHARE * rise:
             raise NewRegime(fact("risen_at_verified", was=was, now=was + rise))
