@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -15,12 +14,10 @@ from resilient_train.core.tree import Tree, copy_into, fits, to_original_device,
 _BIG = 2**16  # bytes: smaller tensors are not worth copying on another stream
 
 
-def room(
-    sources: list[torch.Tensor], old: list[torch.Tensor], empty: Callable[[torch.Tensor], torch.Tensor]
-) -> list[torch.Tensor]:
+def room(sources: list[torch.Tensor], old: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return memory for copies of `sources`: tensors of `old`, which are no longer used, where they fit."""
     return [
-        one if one is not None and fits(one, source) else empty(source)
+        one if one is not None and fits(one, source) else torch.empty_like(source)
         for source, one in zip_longest(sources, old[: len(sources)])
     ]
 

@@ -68,7 +68,7 @@ class Marks:
         # Usually they are the same: there is no need to compare all else of each tensor.
         is_same = not kept and len(old_live) == len(live) and all(map(is_, old_live, live))
         if not is_same or [one.shape for one in copies] != [one.shape for one in live]:
-            copies = room(live + kept, copies, torch.empty_like)
+            copies = room(live + kept, copies)
         copy_into(copies, live + kept)
         return Mark(self._modules, tables, live, copies, put_together(plain, copies[len(live) :]), spare=self._spare)
 

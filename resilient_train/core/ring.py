@@ -42,8 +42,8 @@ class Ring:
         # The best verified snapshot that a rewind went back beyond, kept for the end of the run.
         self._set_aside: Snapshot | None = None
         self.best_step = 0  # the newest step at the best level of the run: the last verified snapshot up to it stays
-        self.keeps_reference = False  # until the loss is back where it was before the incident
-        self._reference_step = 0  # the newest step that was trusted then; 0: nothing is kept
+        # The newest step that was trusted before the incident, until the loss is back there; None: nothing is kept.
+        self._reference_step: int | None = None
         self._branch_step = 0  # the lowest step rewound to since `_set_aside` was taken
         self.copier = Copier(state.device)
         self._allowed: float | None = None  # bytes, agreed on at the first use
@@ -100,17 +100,18 @@ class Ring:
 
     def keep_reference(self, since: int) -> None:
         """Keep the best of the verified snapshots until `release_reference`: the run is measured against it."""
-        if not self.keeps_reference:
-            self.keeps_reference, self._reference_step = True, since
+        if self._reference_step is None:
+            self._reference_step = since
 
     def release_reference(self) -> None:
-        self.keeps_reference, self._reference_step = False, 0
-        self._drop_surpassed()
+        if self._reference_step is not None:
+            self._reference_step = None
+            self._drop_surpassed()
 
     def _drop_surpassed(self) -> None:
         """Drop the snapshot set aside once a later one is verified, unless the run is measured against it."""
         newest, aside = self.newest_verified(), self._set_aside
-        if newest and aside and newest.step >= aside.step and not self.keeps_reference:
+        if newest and aside and newest.step >= aside.step and self._reference_step is None:
             self._set_aside = None
 
     def distrust(self, since: int) -> None:
@@ -141,7 +142,7 @@ class Ring:
         self.load(snapshot.parts)
         later = [one for one in self.snapshots if one.step > snapshot.step]
         good, aside = [one for one in later if one.verified], self._set_aside
-        best = [one for one in good if one.step <= self._reference_step] or good
+        best = [one for one in good if one.step <= (self._reference_step or 0)] or good
         if best and self.slots >= _SLOTS_TO_SET_ASIDE and (aside is None or best[-1].step > aside.step):
             self._set_aside, self._branch_step = best[-1], snapshot.step
         self._branch_step = min(self._branch_step, snapshot.step)
@@ -188,7 +189,7 @@ class Ring:
         """Drop snapshots until there is a slot for one of step `now`; False if that is not possible."""
         while len(self.snapshots) + (self._set_aside is not None) >= self.slots:
             kept = self.verified_until(self.best_step)[:1] if self.slots > _SLOTS_TO_SET_ASIDE else []
-            if self.keeps_reference and self._set_aside is None:
+            if self._reference_step is not None and self._set_aside is None:
                 kept += self.verified_until(self._reference_step)[:1]
             verified = [one.verified and one not in kept for one in self.snapshots]
             if (place := snapshot_to_drop(verified, [one.step for one in self.snapshots], now)) is None:
