@@ -285,11 +285,8 @@ class Updater:
         scale = self.scaler._get_scale_async()
         for optimizer in optimizers:
             state = self.scaler._per_optimizer_states[id(optimizer)]
-            seen: dict[torch.device, torch.Tensor] = {}
-            if state["stage"] is OptState.UNSCALED and self.turn.steps[optimizer]:  # by its step before
-                state["stage"], seen = OptState.READY, state["found_inf_per_device"]
+            if self.turn.steps[optimizer]:
+                raise TrainError("with a GradScaler an optimizer steps once in an update: use bf16, or more updates")
             if state["stage"] is not OptState.UNSCALED:
                 self.scaler.unscale_(optimizer)
-            for device, flag in seen.items():
-                state["found_inf_per_device"][device] += flag
         return [torch.ones((), device=self.device) if scale is None else scale.clone().reshape(())]
