@@ -27,7 +27,7 @@ def clip(
     """
     grads = gradients(weights)
     is_plain = _is_plain(grads)
-    norm = norm_of(grads, over_ranks)
+    norm = _total_norm(grads) if is_plain and over_ranks is None else norm_of(grads, over_ranks)
     if over_ranks is not None:
         grads = [local_part(grad) for grad in grads]
     if max_norm is not None:

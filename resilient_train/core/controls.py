@@ -13,7 +13,7 @@ from resilient_train.core.protocols import Effect, Parts, Store
 from resilient_train.core.remedies import Case, is_mild, remedy
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.state import Clock
-from resilient_train.ground.errors import TrainError, in_one_line, unusable
+from resilient_train.ground.errors import TrainError, unusable
 from resilient_train.ground.types import Anomaly, Diagnosis, Incident
 
 _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one from the start
@@ -145,18 +145,15 @@ class Effects:
         return {"tick": self._clock.tick, **{effect.name: effect.state() for effect in self._effects}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the effects of an earlier process. Raises ValueError if they are damaged."""
+        """Restore the effects of an earlier process."""
         known = {"tick", *(effect.name for effect in self._effects)}
         if unknown := [name for name in state.keys() - known if state[name]]:
             why = f"{min(unknown)} is in effect in this run, and nothing that is installed here knows it"
             raise unusable("recovery", why)
         self.noted = state
-        try:
-            for effect in self._effects:
-                if effect.name in state:  # else its entry of the journal was damaged
-                    self.has_dropped |= bool(effect.restore(state[effect.name]))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ValueError(f"the remedies in effect cannot be read: {in_one_line(error)}") from error
+        for effect in self._effects:
+            if effect.name in state:  # else its entry of the journal was damaged
+                self.has_dropped |= bool(effect.restore(state[effect.name]))
 
     def undo_to(self, state: Mapping[str, Any]) -> None:
         """Undo what can be undone of all that has changed since `state_dict` returned this."""

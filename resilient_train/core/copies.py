@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -15,12 +14,10 @@ from resilient_train.core.tree import Tree, copy_into, fits, to_original_device,
 _BIG = 2**16  # bytes: smaller tensors are not worth copying on another stream
 
 
-def room(
-    sources: list[torch.Tensor], old: list[torch.Tensor], empty: Callable[[torch.Tensor], torch.Tensor]
-) -> list[torch.Tensor]:
+def room(sources: list[torch.Tensor], old: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return memory for copies of `sources`: tensors of `old`, which are no longer used, where they fit."""
     return [
-        one if one is not None and fits(one, source) else empty(source)
+        one if one is not None and fits(one, source) else torch.empty_like(source)
         for source, one in zip_longest(sources, old[: len(sources)])
     ]
 
@@ -35,16 +32,12 @@ class Copier:
         self._copied: torch.cuda.Event | None = None  # recorded after the latest copy
         self._sources: list[torch.Tensor] = []  # being copied on that stream: keeps their memory from being reused
 
-    def empty(self, source: torch.Tensor) -> torch.Tensor:
-        if self._stream is None or not source.is_cuda:
-            return torch.empty_like(source)
-        return with_home(torch.empty_like(source, device="cpu", pin_memory=True), source.device)
-
-    def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor], trained: int) -> None:
-        """Copy; only optimizers change the first `trained` of the sources."""
+    def copied(self, sources: list[torch.Tensor], trained: int) -> list[torch.Tensor]:
+        """Return copies; only optimizers change the first `trained` of the sources."""
+        targets = [self._empty(one) for one in sources]
         if self._stream is None:
             copy_into(targets, sources)
-            return
+            return targets
         self.before_change()
         later = [place for place in range(trained) if sources[place].is_cuda and sources[place].nbytes >= _BIG]
         at_once = sorted(set(range(len(sources))) - set(later))
@@ -55,6 +48,13 @@ class Copier:
             copy_into([targets[place] for place in later], self._sources, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
+        return targets
+
+    def _empty(self, source: torch.Tensor) -> torch.Tensor:
+        if self._stream is None or not source.is_cuda:
+            return torch.empty_like(source)
+        pinned = torch.empty_like(source, device="cpu", pin_memory=True)  # torch keeps pinned memory, to use it again
+        return with_home(pinned, source.device)
 
     def before_change(self) -> None:
         """Make the device finish copying before the weights change; the host does not wait."""

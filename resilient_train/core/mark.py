@@ -68,7 +68,7 @@ class Marks:
         # Usually they are the same: there is no need to compare all else of each tensor.
         is_same = not kept and len(old_live) == len(live) and all(map(is_, old_live, live))
         if not is_same or [one.shape for one in copies] != [one.shape for one in live]:
-            copies = room(live + kept, copies, torch.empty_like)
+            copies = room(live + kept, copies)
         copy_into(copies, live + kept)
         return Mark(self._modules, tables, live, copies, put_together(plain, copies[len(live) :]), spare=self._spare)
 
@@ -99,14 +99,15 @@ class Marks:
 
     def put_back(self, mark: Mark, stays: Collection[int] = ()) -> None:
         """Restore names, tensors and contents of the buffers and the loss scale, but for the tensors that stay."""
-        pairs = zip(mark.live, mark.copies, strict=False)
-        resized = {id(one): saved.clone() for one, saved in pairs if one.shape != saved.shape}
         before = dict(mark.tables)
         for module in mark.modules:
             module._buffers.clear()
-            module._buffers.update({name: resized.get(id(one), one) for name, one in before.get(module, {}).items()})
-        in_place = [place for place, one in enumerate(mark.live) if id(one) not in {*resized, *stays}]
-        copy_into([mark.live[place] for place in in_place], [mark.copies[place] for place in in_place])
+            module._buffers.update(before.get(module, {}))
+        pairs = [pair for pair in zip(mark.live, mark.copies, strict=False) if id(pair[0]) not in stays]
+        for one, saved in pairs:
+            if one.shape != saved.shape:  # it was resized in place
+                one.resize_(saved.shape)
+        copy_into([one for one, _ in pairs], [saved for _, saved in pairs])
 
     def scale(self) -> list[torch.Tensor]:
         """The tensors of the loss scale, which RunState has made."""

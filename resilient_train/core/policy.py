@@ -28,8 +28,6 @@ def _action(key: str, node: Any) -> Action:
     if not isinstance(name, str):
         raise ConfigError(key, node, "must be the name of a remedy, or {name: {setting: value}}")
     settings = {} if settings is None else settings
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"{key}.{name}", settings, "must be settings, such as {name: value}")
     if name not in KNOWN:
         raise no_such("remedy", name, KNOWN, at=key, value=name, hint="an extension may add others")
     remedy: Any = read(KNOWN[name], settings, f"{key}.{name}")

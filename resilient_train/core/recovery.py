@@ -45,8 +45,7 @@ class Recovery:
         episode, step, controls = self.parts.checks.episode, self.parts.clock.step, self.controls
         controls.advance(was_limited=was_limited, may_relax=episode.is_at_reference(step))
         if not episode.is_open:  # the loss is back: the state to compare with is no longer needed
-            if self.parts.ring.keeps_reference:
-                self.parts.ring.release_reference()
+            self.parts.ring.release_reference()
             if controls.effects.noted.get("reference") is not None:
                 controls.note()
         self.incident_log.update_accepted(step, self._recovered_after, loss_is_off=episode.is_open)

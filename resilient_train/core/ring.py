@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from resilient_train.core.copies import Copier, is_same, room
+from resilient_train.core.copies import Copier, is_same
 from resilient_train.core.state import RunState
 from resilient_train.core.tree import Tree, put_together, taken_apart
 from resilient_train.ground.files import available_memory
@@ -24,19 +24,14 @@ class Snapshot:
     """A copy of the state: a candidate until healthy updates and scans have shown that it holds no damage."""
 
     step: int
-    parts: dict[str, Tree]  # as of `RunState.live`; who reads its tensors keeps the snapshot meanwhile
-    own: list[torch.Tensor] = field(default_factory=list)  # copies that no other snapshot shares
-    spare: list[list[torch.Tensor]] = field(default_factory=list)  # to which they go when it is no longer used
+    parts: dict[str, Tree]  # as of `RunState.live`
     checks_state: Any = None  # Parts.checks_state(); None until its update was accepted
     effects: Any = None  # of remedies, after its update
     verified: bool = False
 
-    def __del__(self) -> None:
-        self.spare.append(self.own)
-
 
 class Ring:
-    """Takes snapshots into memory that is allocated once, verifies them, and drops old ones so that ages spread out."""
+    """Takes snapshots into memory, verifies them, and drops old ones so that ages spread out."""
 
     def __init__(
         self, state: RunState, config: MemoryConfig, agree: Callable[[float], float] = lambda number: number
@@ -47,10 +42,9 @@ class Ring:
         # The best verified snapshot that a rewind went back beyond, kept for the end of the run.
         self._set_aside: Snapshot | None = None
         self.best_step = 0  # the newest step at the best level of the run: the last verified snapshot up to it stays
-        self.keeps_reference = False  # until the loss is back where it was before the incident
-        self._reference_step = 0  # the newest step that was trusted then; 0: nothing is kept
+        # The newest step that was trusted before the incident, until the loss is back there; None: nothing is kept.
+        self._reference_step: int | None = None
         self._branch_step = 0  # the lowest step rewound to since `_set_aside` was taken
-        self._spare: list[list[torch.Tensor]] = []  # memory of dropped snapshots
         self.copier = Copier(state.device)
         self._allowed: float | None = None  # bytes, agreed on at the first use
         self.slots = 0  # the number of snapshots that fit, as of the last `settle_slots`
@@ -63,22 +57,20 @@ class Ring:
         if not self.every or any(snapshot.step == step for snapshot in self.snapshots):
             return None
         live = self._state.live() | {"clock": step}  # the verdict on this step may be pending
-        weights, shared = live["weights"], self._unchanged(live["weights"])
-        live["weights"] = {name: one for name, one in weights.items() if name not in shared and one.requires_grad}
-        frozen = {name: one for name, one in weights.items() if name not in shared and not one.requires_grad}
+        weights = live.pop("weights")
+        shared = self._unchanged(weights)
+        trained: dict[str, Any] = {"weights": {name: one for name, one in weights.items() if one.requires_grad}}
         # Only optimizers change these: they can be copied later. Frozen weights may be changed by the loop at any time.
-        trained = {name: live.pop(name) for name in list(live) if name == "weights" or name.startswith("optimizer.")}
+        trained |= {name: live.pop(name) for name in list(live) if name.startswith("optimizer.")}
+        live["frozen"] = {name: weights[name] for name in weights.keys() - trained["weights"].keys() - shared.keys()}
         (plain, sources), (plain_rest, rest) = taken_apart(trained), taken_apart(live)
-        plain_frozen, new = taken_apart(frozen)
-        self.settle_slots(sum(one.nbytes for one in (*sources, *rest, *new, *shared.values())))
+        self.settle_slots(sum(one.nbytes for one in (*sources, *rest, *shared.values())))
         if not self.slots or not self._make_room(step):
             return None
-        own = room([*sources, *rest], self._spare.pop() if self._spare else [], self.copier.empty)
-        copies = room(new, [], self.copier.empty)
-        self.copier.fill(own + copies, [*sources, *rest, *new], len(sources))
-        parts: dict[str, Tree] = put_together({**plain, **plain_rest}, own)
-        parts["weights"] |= shared | put_together(plain_frozen, copies)
-        snapshot = Snapshot(step, parts, own, self._spare, verified=verified)
+        copies = self.copier.copied([*sources, *rest], len(sources))
+        parts: dict[str, Tree] = put_together({**plain, **plain_rest}, copies)
+        parts["weights"] |= parts.pop("frozen") | shared
+        snapshot = Snapshot(step, parts, verified=verified)
         self.snapshots.append(snapshot)
         return snapshot
 
@@ -88,10 +80,9 @@ class Ring:
         """
         if not self.snapshots:
             return {}
-        newest, frozen = self.snapshots[-1], {name: one for name, one in weights.items() if not one.requires_grad}
-        own = {*map(id, newest.own)}  # of weights that were trained then: this memory is used again
-        copies = {name: one for name, one in newest.parts["weights"].items() if name in frozen and id(one) not in own}
-        return {name: one for name, one in copies.items() if is_same(frozen[name], one)}
+        copies = self.snapshots[-1].parts["weights"]
+        known = {name: copies[name] for name, one in weights.items() if not one.requires_grad and name in copies}
+        return {name: one for name, one in known.items() if is_same(weights[name], one)}
 
     def oldest_position(self, now: int) -> int:
         return int(self.snapshots[0].parts["position"]["position"]) if self.snapshots else now
@@ -109,17 +100,18 @@ class Ring:
 
     def keep_reference(self, since: int) -> None:
         """Keep the best of the verified snapshots until `release_reference`: the run is measured against it."""
-        if not self.keeps_reference:
-            self.keeps_reference, self._reference_step = True, since
+        if self._reference_step is None:
+            self._reference_step = since
 
     def release_reference(self) -> None:
-        self.keeps_reference, self._reference_step = False, 0
-        self._drop_surpassed()
+        if self._reference_step is not None:
+            self._reference_step = None
+            self._drop_surpassed()
 
     def _drop_surpassed(self) -> None:
         """Drop the snapshot set aside once a later one is verified, unless the run is measured against it."""
         newest, aside = self.newest_verified(), self._set_aside
-        if newest and aside and newest.step >= aside.step and not self.keeps_reference:
+        if newest and aside and newest.step >= aside.step and self._reference_step is None:
             self._set_aside = None
 
     def distrust(self, since: int) -> None:
@@ -150,7 +142,7 @@ class Ring:
         self.load(snapshot.parts)
         later = [one for one in self.snapshots if one.step > snapshot.step]
         good, aside = [one for one in later if one.verified], self._set_aside
-        best = [one for one in good if one.step <= self._reference_step] or good
+        best = [one for one in good if one.step <= (self._reference_step or 0)] or good
         if best and self.slots >= _SLOTS_TO_SET_ASIDE and (aside is None or best[-1].step > aside.step):
             self._set_aside, self._branch_step = best[-1], snapshot.step
         self._branch_step = min(self._branch_step, snapshot.step)
@@ -162,12 +154,11 @@ class Ring:
         size = sum(one.nbytes for one in sources)
         if self._allowed is None:
             self.settle_slots(size)
-        kept = sum(one.nbytes for each in (*self.snapshots, self._set_aside) if each for one in each.own)
+        held = taken_apart([one.parts for one in (*self.snapshots, self._set_aside) if one is not None])[1]
+        kept = sum({id(one): one.nbytes for one in held}.values())  # snapshots share frozen weights
         if self._agree((self._allowed or 0.0) - kept - size) < 0:
             return None
-        copies = room(sources, [], self.copier.empty)
-        self.copier.fill(copies, sources, 0)
-        copied: dict[str, Tree] = put_together(plain, copies)
+        copied: dict[str, Tree] = put_together(plain, self.copier.copied(sources, 0))
         return copied
 
     def load(self, parts: Mapping[str, Tree]) -> None:
@@ -192,20 +183,18 @@ class Ring:
             self._set_aside = None
         if not self.slots:
             self.snapshots.clear()
-            self._spare.clear()
         return size, self._allowed
 
     def _make_room(self, now: int) -> bool:
         """Drop snapshots until there is a slot for one of step `now`; False if that is not possible."""
         while len(self.snapshots) + (self._set_aside is not None) >= self.slots:
             kept = self.verified_until(self.best_step)[:1] if self.slots > _SLOTS_TO_SET_ASIDE else []
-            if self.keeps_reference and self._set_aside is None:
+            if self._reference_step is not None and self._set_aside is None:
                 kept += self.verified_until(self._reference_step)[:1]
             verified = [one.verified and one not in kept for one in self.snapshots]
             if (place := snapshot_to_drop(verified, [one.step for one in self.snapshots], now)) is None:
                 return False
             self.drop(self.snapshots[place])
-        del self._spare[self.slots - len(self.snapshots) - (self._set_aside is not None) :]
         return True
 
 

@@ -63,10 +63,7 @@ class RunProcess:
         if not parts.world.is_main:
             incident_log.adopt(plan.incidents)
         self._keeper.begin(plan)
-        try:
-            controls.effects.load_state_dict(plan.effects)
-        except ValueError as error:
-            raise TrainError(f"{plan.path or incident_log.directory}: {error}") from error
+        controls.effects.load_state_dict(plan.effects)
         parts.clock.tick = max(parts.clock.tick, plan.tick)
         incident_log.resumed(parts.clock.step)
         parts.intentions.resumed()

@@ -187,7 +187,7 @@ def ladder(*rungs: Any) -> dict[str, Any]:
         (ladder([{"rewind": {"oldr": 1}}]), "ladders.data[0][0].rewind.oldr=1: no such key; there are older"),
         (ladder([{"report": {"to": 1}}]), "recovery.ladders.data[0][0].report.to=1: no such key; there is none"),
         (ladder([{"lower_lr": {"factor": 2}}]), "factor=2: must be a finite number (greater than 0, at most 1)"),
-        (ladder([{"skip": 200}]), "recovery.ladders.data[0][0].skip=200: must be settings, such as {name: value}"),
+        (ladder([{"skip": 200}]), "recovery.ladders.data[0][0].skip=200: must be a mapping with the keys updates"),
         (ladder([{"skip": {}, "rewind": {}}]), "data[0][0]={'skip': {}, 'rewind': {}}: must be the name of"),
         (ladder([3]), "recovery.ladders.data[0][0]=3: must be the name of a remedy"),
         (ladder([]), "recovery.ladders.data[0]: a rung needs a remedy; to leave things as they are, say [report]"),

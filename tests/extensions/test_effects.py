@@ -70,24 +70,6 @@ def test_an_effect_that_nobody_knows_is_not_dropped() -> None:
         mine.effects.load_state_dict({"tick": 3, "mine.warming": {"steps": 5}})
 
 
-@pytest.mark.parametrize(
-    ("name", "state"),
-    [
-        *(
-            ("knobs", {"lr": -1.0}),
-            ("lasting", {"share": -1.0}),
-            ("skipped", [[8, 4]]),
-            ("quarantined", [["x", "", 1, 1]]),
-            ("trials", {"updates": "many"}),
-        ),
-        *(("armor", [{"line": 3}]), ("micro_batch", "few"), ("usual_norm", "x"), ("reference", {"reference": {}})),
-    ],
-)
-def test_a_damaged_one_is_refused(name: str, state: Any) -> None:
-    with pytest.raises(ValueError, match="remedies in effect cannot be read"):
-        controls().effects.load_state_dict({name: state})
-
-
 def test_a_limit_of_updates_falls_with_their_root() -> None:
     """Down to a tenth; a resume has it as it was."""
     lasting, resumed = LastingRemedies(share=0.1), LastingRemedies()
