@@ -31,7 +31,6 @@ DEFAULT = (
     "armor:PatchedLines",
     "trials:Trials",
     "lost_device:LostDevice",
-    "best_weights:BestWeights",
     "drills:Drill",
     "tensorboard:TensorBoard",
 )
@@ -73,9 +72,6 @@ class Extension:
     def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
         """Return what its remedies need to know of a case. All ranks call it together."""
         return {}
-
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Note an evaluation of the present weights. All ranks call it."""
 
     def close(self) -> None:
         """Undo what affects the whole process, at the end of the run."""

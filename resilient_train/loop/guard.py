@@ -378,9 +378,7 @@ class Guard(EngineGuard):
                 self.reporter.closed(own_error(handled), self.steps, is_writing=not self._keeper.wait(0))
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Note an evaluation: once verified, the weights with the lowest loss are kept in `best`."""
-        for one in self._parts.extensions:
-            one.evaluated(metrics)
+        """Note an evaluation, for the tracker and the end of the run."""
         self.reporter.note_evaluation(metrics)
 
     @property
