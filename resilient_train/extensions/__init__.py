@@ -54,8 +54,8 @@ class Extension:
     node: ClassVar[str] = ""  # of the configuration, which `configured` reads
 
     @classmethod
-    def configured(cls, node: Any, steps: int, history: Any) -> Extension:
-        """Make it for a run of the command: `node` is its configuration, `history` an `IncidentLog`."""
+    def configured(cls, node: Any, steps: int) -> Extension:
+        """Make it for a run of the command with so many steps: `node` is its configuration."""
         return cls()
 
     def wrapped(self, dataset: Any) -> Any:

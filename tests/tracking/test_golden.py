@@ -158,8 +158,8 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
     (place / "manifest.json").write_bytes(sealed(replace(manifest(250, {}, tick=300), effects=effects)))
     (run_dir / "loop.json").write_text(json.dumps({"steps": 300, "resumes": True}))
     book = IncidentLog(run_dir)
-    for number, tick in enumerate((0, 160, 1_060) if run_dir.name == "drill" else ()):
-        book.note_drill_fired(number, "nan_grad" if tick else "bad_row", tick)
+    for tick in (0, 160, 1_060) if run_dir.name == "drill" else ():
+        book.note("drill_fired", name="nan_grad" if tick else "bad_row", tick=tick)
     for number, one in enumerate(met, start=1):
         opened = replace(one, id=number, outcome=None)
         book.add(opened)
