@@ -54,7 +54,7 @@ from resilient_train.loop.reporter import REPORT_EVERY, Place, RunReporter, hold
 from resilient_train.loop.run_process import RunProcess
 from resilient_train.parts.modes import AnomalyMode, Attributes, BufferWatch
 from resilient_train.parts.run import Computation, Objective, Run, mean_metrics
-from resilient_train.processes.world import World
+from resilient_train.processes.world import World, reshard
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
 _TWO_GUARDS = f"two guards are at work in turn, which would not rewind together: give one of them all networks; {HOW}"
@@ -378,7 +378,8 @@ class Guard(EngineGuard):
                 self.reporter.closed(own_error(handled), self.steps, is_writing=not self._keeper.wait(0))
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Note an evaluation, for the tracker and the end of the run."""
+        """Note an evaluation, for the tracker and the end of the run. All ranks call it."""
+        reshard(self.state.model)
         self.reporter.note_evaluation(metrics)
 
     @property
