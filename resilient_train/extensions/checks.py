@@ -44,7 +44,6 @@ class ScaleConfig(Every):
 _MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
 _MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more
 _NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no climb
-_STUCK = 20  # overflows in a row of a scaler that does not lower its scale
 _COMPARED = 16  # losses before a rate rose that those since are compared with
 _CLEAR_SIGMAS = 3.0  # of a sum of ranks
 
@@ -180,23 +179,18 @@ class Creep(Check):
 
 
 class ScaleCollapse(Check):
-    """The loss scale keeps falling, or is not lowered: no update lands, or only with a scale too small to help. From
-    its start, 2**16, ten overflows in a row, each of which halves it, are ordinary.
+    """The loss scale keeps falling: no update lands, or only with a scale too small to help. From its start, 2**16, ten
+    overflows in a row, each of which halves it, are ordinary.
     """
 
     def __init__(self, config: ScaleConfig) -> None:
         self.config = config
-        self._scale, self._tick, self._times = 0.0, 0, 0  # the scale, and how often it overflowed in a row
 
     def overflowed(self, vitals: Vitals) -> Facts | None:
         scale = vitals.loss_scale
-        if not self.config.every or scale is None:
+        if not self.config.every or scale is None or scale >= self.config.lowest:
             return None
-        is_stuck = scale == self._scale and vitals.tick == self._tick + 1
-        self._scale, self._tick, self._times = scale, vitals.tick, self._times + 1 if is_stuck else 1
-        if self._times >= _STUCK:
-            return fact("scale_stays", scale=scale, times=self._times)
-        return fact("scale_fell", scale=scale) if scale < self.config.lowest else None
+        return fact("scale_fell", scale=scale)
 
 
 class LossChecks(Extension):

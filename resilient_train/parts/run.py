@@ -24,7 +24,7 @@ from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.resume import RunParts
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.types import Facts, fact
-from resilient_train.parts.modes import AnomalyMode, Attributes, BufferWatch
+from resilient_train.parts.modes import Attributes, BufferWatch, without_nan_check
 
 Objective = Callable[[Any, Any], Any]
 
@@ -65,9 +65,7 @@ class Measured:
     def for_training(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
         loss, metrics = self(model, batch)
         if not loss.requires_grad:
-            why = "something between the weights and the loss detaches it (.detach(), .item(), no_grad, argmax)"
-            if not any(one.requires_grad for one in model.parameters()):
-                why = "all weights of the model are frozen (requires_grad=False)"
+            why = "its weights are frozen, or something detaches it from them (.detach(), .item(), no_grad, argmax)"
             raise self._error(f"returned a loss without a graph: {why}")
         for change in self.changes:
             loss = change(loss)
@@ -84,28 +82,19 @@ class Computation:
     model: nn.Module  # as the training calls it
     bare: nn.Module  # without the wrappers of other processes
     objective: Measured | None  # None: the loop hands over its losses
-    anomaly_mode: AnomalyMode
+    run_backward: Callable[[torch.Tensor], None]
     attributes: Attributes  # of its modules
 
     def compute(self, batch: Any) -> Computed:
         assert self.objective is not None
         self.attributes.forward_begins()
         loss, metrics = self.objective.for_training(self.model, batch)
-        self.anomaly_mode.backward(loss)
+        self.backward(loss)
         return loss, metrics
 
-    def why_no_gradient(self, loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> str:
-        if not any(one.requires_grad for one in weights):
-            return "no weight has a gradient: all that the optimizer trains are frozen (requires_grad=False)"
-        graph, left = set[Any](), [loss.grad_fn]
-        while left:
-            if (node := left.pop()) is not None and node not in graph:
-                graph.add(node)
-                left += [one for one, _ in node.next_functions]
-        used = {id(getattr(node, "variable", None)) for node in graph}
-        if graph and not used & set(map(id, weights)):
-            return "no weight has a gradient: the loss was not computed with the guarded model, or is detached from it"
-        return "no weight has a gradient: call loss.backward(), or accelerator.backward(loss), before"
+    def backward(self, loss: torch.Tensor) -> None:
+        with without_nan_check():  # the objective may have turned it on again
+            self.run_backward(loss)
 
 
 def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapping[str, torch.Tensor | float]:

@@ -143,7 +143,7 @@ WEIGHTS = "weights.safetensors"  # of a run that finished
 
 _MOST_ADVICE, _MOST_LEFT = 5, 4
 _NOT_OVER = (Outcome.UNRECOVERED, Outcome.GAVE_UP, Outcome.OBSERVED, None, Outcome.RECURRED)
-_FACTORS = ("lr", "clip", "decay")  # knobs that are 1 as configured; the others are 0
+_FACTORS = ("lr", "clip")  # knobs that are 1 as configured; the others are 0
 
 
 def near(path: Path) -> str:

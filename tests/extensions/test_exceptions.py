@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
@@ -148,11 +147,8 @@ def length_with_anomaly_mode(model: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("objective", [length_with_anomaly_mode, None], ids=["in the objective", "handed over"])
-def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
-    objective: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its NaN is a refused update, diagnosed where that is possible; the mode stays on, once called costly."""
-    monkeypatch.setattr(logging.getLogger("resilient_train"), "propagate", True)
+def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(objective: Any) -> None:
+    """Its NaN is a refused update, diagnosed where that is possible; the mode stays on."""
     torch.manual_seed(0)
     data = [(torch.randn(4) * (row != 20), torch.ones(())) for row in range(64)]
     model = torch.nn.Linear(4, 3, bias=False)
@@ -174,4 +170,3 @@ def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
         assert found.diagnosis.cause == "operation"
         assert found.diagnosis.culprit is not None
         assert (found.diagnosis.culprit.op, found.diagnosis.culprit.file) == ("sqrt", __file__)
-    assert sum("anomaly mode is on" in one.getMessage() for one in caplog.records) == 1

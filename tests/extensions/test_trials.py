@@ -193,17 +193,6 @@ def test_a_rate_that_was_quietly_too_high_is_found_and_lowered(tmp_path: Path) -
     assert guard.clock.tick < 150 + incident.anomaly.step + 5
 
 
-def test_a_decay_that_takes_the_weights_away_is_taken_back() -> None:
-    """Adam divides it by its own size, and nothing learns."""
-    adam = partial(torch.optim.Adam, lr=0.02, weight_decay=1.0)
-    guard = train(language(0.02, optimizer=adam))
-    mended = final(train(language(0.02, optimizer=partial(adam, weight_decay=0.0))))
-    assert final(guard) < 1.05 * mended
-    [incident] = guard.incidents
-    assert [action.remedy for action in incident.decision.actions] == ["rewind", "lower_decay"]
-    assert (incident.anomaly.signal, incident.diagnosis.cause) == ("no_progress", "optimizer")
-
-
 def squares(model: Any, batch: Any) -> Tensor:
     return F.mse_loss(F.dropout(model(batch[0]), 0.1), batch[1])
 

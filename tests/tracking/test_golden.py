@@ -44,10 +44,10 @@ REMEDIES = (
     *(Action("lower_lr", {"factor": 1, "rewarm": 50}), Action("limit_lr", {"to": 0.25}), Action("limit_lr", {"to": 1})),
     *(Action("limit_lr", {"to": 0.5, "leapt_to": 12.0}), Action("tighten_clip", {"factor": 0.5})),
     *(Action("tighten_clip", {"factor": 1, "to": 2.5}), Action("limit_update", {"share": 0.01})),
-    *(Action("lower_decay", {"factor": 0.5}), Action("mend_eps")),
+    *(Action("limit_update", {"share": 0.5}), Action("mend_eps")),
     *(
         Action("armor"),
-        Action("lower_loss_scale", {"factor": 0.25}),
+        Action("limit_update", {"share": 0.25}),
         Action("mine.Remedy", {"of_mine": 3, "exact": True}),
     ),
 )
@@ -64,7 +64,7 @@ PROCESS = {
 KNOBS = Knobs(lr=0.5, clip=0.25, norm=1.0, ceiling=0.5)
 EFFECTS = {
     "knobs": KNOBS.state_dict(),
-    "lasting": {"share": 0.01, "decay": 0.0, "mends_eps": True},
+    "lasting": {"share": 0.01, "mends_eps": True},
     "quarantined": [[7, "bad", 9, 1], [3, "bad", 9, 1]],
     "micro_batch": 8,
     "skipped": [[0, 8]],

@@ -117,7 +117,7 @@ class Arm:
     def equals(self, other: Arm) -> bool:
         """Whether it has the losses of another. If not after the same updates, the program keeps state of its own."""
         pairs = zip(self.losses, other.losses, strict=True)
-        return all(isclose(one, two, rel_tol=1e-6) or (one != one and two != two) for one, two in pairs)
+        return all(isclose(one, two, rel_tol=1e-6) for one, two in pairs)
 
 
 def best_of(arms: Sequence[Arm]) -> Arm:
