@@ -44,8 +44,6 @@ class Finding:
 class Check(PlainState):
     """A further check. What a class leaves out says nothing; its alarm is a divergence."""
 
-    yields_to_jump: ClassVar = False  # an alarm of the jump check comes first
-
     def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
         """Judge an accepted update. Not `is_learned`: damage is open, its loss above the level to return to."""
         return None
@@ -203,19 +201,16 @@ class Checks:
         is_learned = not (outside and episode.is_open)
         if is_learned:
             self.grad_limit.learn(vitals.grad_norm)
-        first, last = None, None
+        first = None
         for one in self._more:
             alarm = one.landed(step, vitals, self._reference, is_learned=is_learned)
-            if one.yields_to_jump:
-                last = last or alarm
-            else:
-                first = first or alarm
+            first = first or alarm
         standing = episode.see(step, loss) if episode.is_open else Standing.UNDECIDED
         if standing is Standing.BACK:
             episode.end()
         if self.episode.is_silent:
             return None
-        if alarm := first or jumped or last:
+        if alarm := first or jumped:
             return self._about_loss(vitals, Signal.LOSS_SPIKE if alarm is jumped else Signal.DIVERGENCE, alarm)
         return self.not_recovered(vitals) if standing is Standing.OFF else None
 

@@ -430,7 +430,7 @@ class Shielded(Check):
 
     def __init__(self, check: Check) -> None:
         self._check = self._own = check
-        self.yields_to_jump, self.persistent = check.yields_to_jump, check.persistent  # type: ignore[misc]
+        self.persistent = check.persistent  # type: ignore[misc]
 
 
 def _shielded(name: str) -> Callable[..., Any]:
