@@ -13,7 +13,6 @@ from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
 from resilient_train.core.checks import Check
-from resilient_train.core.loss import Level
 from resilient_train.core.remedies import KNOWN, Remedy
 from resilient_train.ground.errors import in_one_line, unusable
 from resilient_train.ground.types import Diagnosis
@@ -62,7 +61,7 @@ class Extension:
         """Return what the command trains on in place of a data set."""
         return dataset
 
-    def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
+    def checks(self, settings: Any) -> Mapping[str, Check]:
         """Return its checks by their names in checkpoints; `settings` has those of all checks by name."""
         return {}
 

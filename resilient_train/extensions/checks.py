@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from resilient_train.core.checks import Check, References
 from resilient_train.core.episode import Reference, ReferenceConfig, Standing, line
-from resilient_train.core.loss import FEW, Alarm, Every, Level, without_top
+from resilient_train.core.loss import FEW, Alarm, Every, without_top
 from resilient_train.extensions import Extension
 from resilient_train.ground.reader import limited
 from resilient_train.ground.types import Facts, Vitals, fact
@@ -136,7 +136,7 @@ class ScaleCollapse(Check):
 class LossChecks(Extension):
     settings = MappingProxyType({"rate": RateConfig, "scale": ScaleConfig})
 
-    def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
+    def checks(self, settings: Any) -> Mapping[str, Check]:
         return {
             "rate": RateRise(settings.rate),
             "scale": ScaleCollapse(settings.scale),

@@ -95,18 +95,16 @@ def _lacks_fractions(what: str, tree: Any) -> str | None:
     return None if any(map(_has_fractions, leaves(tree))) else f"the {what} hold no floating-point numbers"
 
 
-@dataclass(frozen=True, kw_only=True)
 class NanBatch(TickFault):
-    """The first row of each micro-batch is not finite; the data set is fine."""
+    """The first row of each micro-batch is NaN; the data set is fine."""
 
     name, spoils = "nan_batch", "batch"
-    value: Literal["nan", "inf"] = "nan"
 
     def lacks(self, thing: Any) -> str | None:
         return _lacks_fractions("batches", thing)
 
     def spoil(self, thing: Any, tick: int) -> Any:
-        return _spoiled(thing, float(self.value), first_row=True)
+        return _spoiled(thing, math.nan, first_row=True)
 
 
 class InfLoss(TickFault):
@@ -257,11 +255,6 @@ class WithBadRows:
     def __getitem__(self, index: int) -> Any:
         row = self.dataset[index]
         return self.fault.spoil(row) if operator.index(index) % len(self) in self.bad_rows else row
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "dataset" not in self.__dict__:  # unpickled in a worker, it has no attributes yet
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
 
 
 FAULTS: dict[str, type[Fault]] = {

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from resilient_train.core.checks import Check, Finding, References
 from resilient_train.core.limit import LimitConfig
-from resilient_train.core.loss import Alarm, Level
+from resilient_train.core.loss import Alarm
 from resilient_train.core.protocols import Intentions, NewRegime
 from resilient_train.data.history import LEARNED, Rise
 from resilient_train.extensions import Extension
@@ -108,7 +108,7 @@ class Experiment(Check):
 class OnPurpose(Extension, Intentions):
     """Finds out whether a rise of the loss was on purpose, and lets the run learn again what is usual if it was."""
 
-    def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
+    def checks(self, settings: Any) -> Mapping[str, Check]:
         self._experiment = Experiment(settings.limit)
         return {"experiment": self._experiment}
 

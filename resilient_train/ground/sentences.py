@@ -206,7 +206,6 @@ EVIDENCE = {
     "settings_differ": "{ranks:ranks} have different settings",
     "row_failed": "row {row:id} cannot be fetched: {error}",
     "bad_batch": "the batch holds values that are not finite",
-    "no_gradient_finite": "no gradient is finite",
     "gradients_not_finite": "gradients that are not finite: {names:names} ({bad} of {count:weight})",
     "hangs": "<asked?it was asked to stop, and >no {phase} was finished for {seconds:.0f} s; it hangs in {where}",
     "died": "the previous process died <during update {update}><!update?after step {step}><silent? without logging anything><skipped?, and the one before that at the same samples: they are skipped>",

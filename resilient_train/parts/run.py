@@ -45,21 +45,20 @@ class Measured:
             raise self._error(f"returned a {type(loss).__name__} as the loss: expected a scalar tensor")
         if loss.numel() != 1:
             raise self._error(f"returned a loss of shape {list(loss.shape)}: expected a scalar, such as its mean()")
-        if not isinstance(given, Mapping):
-            raise self._error(f"returned a {type(given).__name__} next to the loss: expected {{name: value}}")
+        if not isinstance(given, Mapping) or "loss" in given:
+            raise self._error(f"returned {given!r:.60} next to the loss: expected {{name: value}}, no name being loss")
         loss = loss.reshape(()) if self.buffers is None else self.buffers.spoil(loss.reshape(()))
         metrics: dict[str, torch.Tensor | float] = {}
         for key, value in given.items():
-            if (name := str(key)) == "loss":
-                raise self._error("returned a metric named loss: the loss itself has that name")
+            name = str(key)
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 # Detached: it is kept until it is reported, and its graph would keep the whole forward alive.
                 metrics[name] = value.detach().reshape(())
             elif isinstance(value, int | float):
                 metrics[name] = value
             else:
-                what = type(value).__name__ + (f" of shape {list(value.shape)}" if hasattr(value, "shape") else "")
-                raise self._error(f"returned a {what} as the metric {name}: expected a number or a scalar tensor")
+                what = f"a {type(value).__name__} as the metric {name}"
+                raise self._error(f"returned {what}: expected a number or a tensor of one element")
         return loss, metrics
 
     def for_training(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
@@ -108,11 +107,7 @@ def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapp
 def nonfinite(norms: Mapping[str, float]) -> Facts:
     """Say which weights, in order, have gradients that are not finite."""
     names = [name for name, norm in norms.items() if not isfinite(norm)]
-    if not names:
-        return ()
-    if 1 < len(names) == len(norms):
-        return fact("no_gradient_finite")
-    return fact("gradients_not_finite", names=names, bad=len(names), count=len(norms))
+    return fact("gradients_not_finite", names=names, bad=len(names), count=len(norms)) if names else ()
 
 
 @dataclass(kw_only=True)

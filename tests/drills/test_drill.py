@@ -254,7 +254,7 @@ def test_data_sets_that_cannot_have_bad_rows_stay_as_they_are(
 @pytest.mark.parametrize(
     ("node", "faults"),
     [
-        ({"fault": "nan_batch", "at": [100], "value": math.inf}, [NanBatch(at=[100], value="inf")]),
+        ({"fault": "nan_batch", "at": [100]}, [NanBatch(at=[100])]),
         ({"fault": "nan_grad", "at": [7], "rank": "all"}, [NanGrad(at=[7], rank="all")]),
         (
             {"faults": [{"bit_flip": {}}, {"inf_loss": None}], "seed": 5},
@@ -307,7 +307,7 @@ def test_every_shipped_drill_can_be_read(name: str) -> None:
     [
         (["experiment=demo", "run.steps=40"], ["nan_grad", "loss_spike", "bit_flip", "hot_lr"]),
         (["experiment=demo", "drill.faults=[{hot_lr:{at:[12],factor:30}}]"], [HotLr(at=[12], factor=30, seed=3)]),
-        (["drill=nan_batch", "drill.at=[3]", "drill.value=inf"], [NanBatch(at=[3], value="inf")]),
+        (["drill=nan_batch", "drill.at=[3]"], [NanBatch(at=[3])]),
     ],
 )
 def test_a_drill_is_composed_on_the_command_line(overrides: list[str], faults: list[Any]) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from resilient_train.core.checks import Check
-from resilient_train.core.loss import Level
 from resilient_train.core.mark import Mark
 from resilient_train.core.protocols import Effect, Hook
 from resilient_train.core.ring import Ring, Snapshot
@@ -35,7 +34,6 @@ from resilient_train.extensions.trials.arithmetic import (
     cost_of,
     is_ahead,
     is_lower,
-    is_near,
     learns,
 )
 from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line
@@ -68,7 +66,7 @@ class Trials(Extension, Hook):
 
     settings = MappingProxyType({"no_progress": NoProgressConfig})
 
-    def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
+    def checks(self, settings: Any) -> Mapping[str, Check]:
         self.no_progress = NoProgress(settings.no_progress)
         return {"no_progress": self.no_progress}
 
@@ -156,7 +154,7 @@ class Trials(Extension, Hook):
             winners = [arm for arm in arms if control is not None and beats(arm, control, now, first)]
             nearest = min(arms, key=lambda arm: arm.loss)
             longer = min(step - since.step, left - self._cost - cost_of(0, JUDGED))
-            if not winners and longer > steps and is_near(nearest, now, first):
+            if not winners and longer > steps:
                 grown = self._run(nearest.rate, longer, since)
                 arms[arms.index(nearest)] = grown
                 winners = [grown] if is_ahead(grown, now, first) else []
