@@ -52,6 +52,7 @@ from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_out_of_memory
 
 _LONGEST_RACE = 48  # updates of an arm in a short run
+_BEHIND = 0.4  # of the way that the run has come, by which an arm of half the updates may be behind it
 _USUAL_INTERVAL = 25  # updates between two snapshots
 
 
@@ -154,7 +155,8 @@ class Trials(Extension, Hook):
             winners = [arm for arm in arms if control is not None and beats(arm, control, now, first)]
             nearest = min(arms, key=lambda arm: arm.loss)
             longer = min(step - since.step, left - self._cost - cost_of(0, JUDGED))
-            if not winners and longer > steps:
+            is_near = nearest.loss <= now.loss + _BEHIND * max(0.0, first - now.loss)
+            if not winners and longer > steps and is_near:
                 grown = self._run(nearest.rate, longer, since)
                 arms[arms.index(nearest)] = grown
                 winners = [grown] if is_ahead(grown, now, first) else []
