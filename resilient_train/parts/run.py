@@ -98,8 +98,6 @@ class Computation:
 
 def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapping[str, torch.Tensor | float]:
     """Average the metrics of micro-batches, each over those that reported it."""
-    if len(reported) < 2:
-        return reported[0] if reported else {}
     names = sorted({name for one in reported for name in one})
     return {name: mean([one[name] for one in reported if name in one]) for name in names}
 
