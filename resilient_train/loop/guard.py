@@ -379,7 +379,8 @@ class Guard(EngineGuard):
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Note an evaluation, for the tracker and the end of the run. All ranks call it."""
-        reshard(self.state.model)
+        if self.world.size > 1:
+            reshard(self.state.model)
         self.reporter.note_evaluation(metrics)
 
     @property
