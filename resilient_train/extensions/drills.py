@@ -299,7 +299,7 @@ class Drill(Extension, Hook):
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         self._faults = dict(enumerate(faults))
-        self._struck: set[tuple[int, int]] = set()  # numbers of faults, with their ticks
+        self._struck: set[tuple[int, float]] = set()  # numbers of faults, with their ticks
         self._note: Callable[..., None] = lambda kind, **fields: None  # writes into the journal
         self.rank = 0
         self.tick = 0  # the newest attempt, from 1: counts attempted updates and never goes back, nor in a restart
@@ -373,7 +373,7 @@ class Drill(Extension, Hook):
         """Say whether a fault begins at this tick. The tick must then not be lost to a rewind of an earlier update."""
         return any(isinstance(fault, TickFault) and tick in fault.at for fault in self._faults.values())
 
-    def _strike(self, number: int, fault: Fault, tick: int) -> bool:
+    def _strike(self, number: int, fault: Fault, tick: float) -> bool:
         """Journal that a fault strikes, before it does; False if it did at this tick already."""
         if (number, tick) in self._struck:
             return False
