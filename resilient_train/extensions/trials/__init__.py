@@ -188,13 +188,9 @@ class Trials(Extension, Hook):
         finally:
             self.updates += self._cost
             attributes.set(self._attributes)
-            self._go_back()
+            ring.load(state)
             for group, rate in zip(parts.updater.groups(), rates, strict=True):
                 group["lr"] = rate
-
-    def _go_back(self, snapshot: Snapshot | None = None) -> None:
-        """Go back to where the trial began, or to a snapshot."""
-        self._parts.ring.load(self._state if snapshot is None else snapshot.parts)
 
     @property
     def _cost(self) -> int:
@@ -225,7 +221,7 @@ class Trials(Extension, Hook):
     def _run(self, rate: float, steps: int, since: Snapshot | None = None) -> Arm:
         """Make `steps` updates with a multiple of the rate, from the state at hand, or from that of a snapshot."""
         parts = self._parts
-        self._go_back(since)
+        parts.ring.load(self._state if since is None else since.parts)
         self._parts.backend.attributes.set(self._attributes)
         before = self._parts.controls.effects.state_dict()
         try:
