@@ -1,6 +1,6 @@
 """Gives every decision of the library a name, notes which of them acted in a run, and switches them off by name.
 
-A decision is an `if`, or a function that may return nothing: `resilient_train.core.loss.Creep.see`. It acted if the
+A decision is an `if`, or a function that may return nothing: `resilient_train.core.loss.Jump.see`. It acted if the
 test was true, or the function returned something. Switched off, the test is false, and the function returns at once
 (None, or False).
 

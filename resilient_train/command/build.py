@@ -88,8 +88,7 @@ def assemble(
     configured = [kind for kind in load() if kind.node]
     if config.drill.get("faults") and not any(kind.node == "drill" for kind in configured):
         raise unusable("drill", "no extension for drills is installed")
-    log_of_run, steps = home.incident_log, config.run.steps
-    extensions = [kind.configured(getattr(config, kind.node), steps, log_of_run) for kind in configured]
+    extensions = [kind.configured(getattr(config, kind.node), config.run.steps) for kind in configured]
     for one in extensions:
         rows = one.wrapped(rows)
     samples = data.samples(

@@ -154,8 +154,6 @@ class Backend(Protocol):
     def compute(self, batch: Any) -> Computed:
         """Run forward and backward of a batch on the device."""
 
-    def why_no_gradient(self, loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> str: ...
-
 
 class Examiner:
     """Scans of the state: measured when they are due, judged an update later. This one has none."""

@@ -212,7 +212,7 @@ class EngineGuard:
     def _require_gradient(self, loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
         self._adopt()  # what the loop has added has gradients, too
         if all(weight.grad is None for weight in weights):
-            raise TrainError(self._backend.why_no_gradient(loss, weights))
+            raise TrainError(NO_GRADIENT)
 
     def _adopt(self) -> None:
         if self._updater.adopt_groups():
@@ -371,5 +371,9 @@ class EngineGuard:
 
 
 HOW = "for losses that are stepped in turn, as in a GAN, call guard.update(loss, optimizer=...) for each optimizer"
+NO_GRADIENT = (
+    "no weight has a gradient: call loss.backward(), or accelerator.backward(loss), before, with a loss that was "
+    "computed with the guarded model; weights that are frozen (requires_grad=False) have none"
+)
 TWICE = f"guard.{{verb}} was called twice for one batch: {HOW}"
 MISSING = "a batch was not handed back: call guard.step(batch), or guard.update(loss)"

@@ -111,10 +111,6 @@ class IncidentLog(RunHistory):
         self.note("process_ended", tick=tick, start=start, stop=stop)
         return len(list(takewhile(lambda one: one == (start, stop), reversed(self._endings.values()))))
 
-    def note_drill_fired(self, number: int, name: str, tick: int) -> None:
-        """Note that a drill is about to fire. Before it does: a crash would fire again after every restart."""
-        self.note("drill_fired", drill=number, name=name, tick=tick)
-
     # From opening to outcome.
 
     def open(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,23 +30,12 @@ from resilient_train.ground.wording import IN_FILE_ONLY, log
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-class Further(Protocol):
-    """What is written next to checkpoints, by the same thread."""
-
-    def is_ripe(self, verified: int) -> bool:
-        """Say whether something is to be written, once the state at this step is verified."""
-
-    def write(self) -> None: ...
-    def distrust(self, since: int) -> None: ...
-
-
 class CheckpointKeeper:
     def __init__(self, config: DiskConfig, parts: RunParts, incidents: IncidentLog, how: Resume) -> None:
         directory = incidents.directory
         self._config, self._parts, self.incident_log = config, parts, incidents
         self.progress = Progress(directory)
         self._commits = directory is not None  # this rank writes checkpoints
-        self.further: list[Further] = []  # on rank 0
         # Once, as a user's hooks may take their time.
         self._persistent_names = frozenset(parts.state.model.state_dict(keep_vars=True))
         self._is_sharded = parts.state.is_sharded  # all ranks gather what a checkpoint holds, at the same update
@@ -93,17 +82,13 @@ class CheckpointKeeper:
         may_write = self._commits or (self._writes and self._is_sharded)
         if not may_write or (snapshot := self._parts.ring.newest_verified()) is None:
             return
-        is_due = every and _tick(snapshot) - self._begun[0] >= every  # in ticks, which no rewind takes back
-        is_free = writer.writing is None
-        if self._is_sharded and is_due:
-            is_free = self._parts.world.on_main(lambda: writer.writing is None)
-        if not is_free:
+        if not every or _tick(snapshot) - self._begun[0] < every:  # in ticks, which no rewind takes back
             return
-        if is_due:
+        is_free = writer.writing is None
+        if self._is_sharded:
+            is_free = self._parts.world.on_main(lambda: writer.writing is None)
+        if is_free:
             self._offer(self._job(snapshot))
-        elif not self._is_failing:  # else a disk that is full would be tried at each update
-            for one in [one for one in self.further if one.is_ripe(snapshot.step)][:1]:
-                self._offer(Job(snapshot.step, one.write))
 
     def distrust(self, since: int) -> None:
         """Demote every checkpoint after `since`, the newest step that can be trusted. Waits for the one being written
@@ -113,8 +98,6 @@ class CheckpointKeeper:
         self._read_outcomes()
         if writing is not None and writing.step > since:
             self.wait()
-        for one in self.further:
-            one.distrust(since)
         if self._begun[1] > since:
             self._begun = self._due_at_once
         try:
@@ -182,11 +165,6 @@ class CheckpointKeeper:
         """Write the present state: verified at a healthy end without damage, else a candidate. All ranks call this."""
         parts, is_verified = self._parts, healthy and not damaged
         self.wait()
-        with at_disk():
-            for one in self.further if is_verified else ():
-                while one.is_ripe(parts.clock.step):
-                    if self._write_now(Job(parts.clock.step, one.write)).error is not None:
-                        break
         if not self._writes or (healthy and not self._config.every):
             return None
         verified, state = parts.ring.newest_verified(), put_together(*taken_apart(parts.state.live()))

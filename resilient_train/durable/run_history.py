@@ -39,7 +39,7 @@ class RunHistory:
         self.has_saved = False  # a checkpoint was ever committed
         self.sources: set[str] = set()  # paths that the user told the run to resume from
         self.data_sample: Mapping[str, Any] | None = None  # rows of the data set, to notice that it changed
-        self.drills: dict[int, Facts] = {}  # that have fired, by their numbers
+        self.drills: dict[tuple[str, int], Facts] = {}  # that have fired, by their names and ticks
         # By tick, which no two processes end at: the samples in use when one ended.
         self._endings: dict[int, tuple[int, int]] = {}
         for entry in entries:
@@ -70,8 +70,8 @@ class RunHistory:
                 self.data_sample = sample
             case {"kind": "taken_up_from", "source": str(source)}:
                 self.sources.add(source)
-            case {"kind": "drill_fired", "drill": int(number), "name": str(fault), "tick": int(tick)}:
-                self.drills[number] = fact("fired", name=fault, tick=tick)
+            case {"kind": "drill_fired", "name": str(fault), "tick": int(tick)}:
+                self.drills[fault, tick] = fact("fired", name=fault, tick=tick)
 
     def _add(self, added: Mapping[str, list[Any]], **whole: Any) -> None:
         """Add what `Effects.changes` returned."""

@@ -17,7 +17,7 @@ class Job:
     """One thing to write, and how that went."""
 
     step: int
-    write: Callable[[], Entry | None]  # None: it was not a checkpoint
+    write: Callable[[], Entry]
     began: float | None = None  # when, on the monotonic clock
     entry: Entry | None = None  # the checkpoint that it wrote
     error: Exception | None = None

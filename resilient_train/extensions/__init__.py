@@ -13,7 +13,6 @@ from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
 from resilient_train.core.checks import Check
-from resilient_train.core.loss import Level
 from resilient_train.core.remedies import KNOWN, Remedy
 from resilient_train.ground.errors import in_one_line, unusable
 from resilient_train.ground.types import Diagnosis
@@ -31,7 +30,6 @@ DEFAULT = (
     "armor:PatchedLines",
     "trials:Trials",
     "lost_device:LostDevice",
-    "best_weights:BestWeights",
     "drills:Drill",
     "tensorboard:TensorBoard",
 )
@@ -55,15 +53,15 @@ class Extension:
     node: ClassVar[str] = ""  # of the configuration, which `configured` reads
 
     @classmethod
-    def configured(cls, node: Any, steps: int, history: Any) -> Extension:
-        """Make it for a run of the command: `node` is its configuration, `history` an `IncidentLog`."""
+    def configured(cls, node: Any, steps: int) -> Extension:
+        """Make it for a run of the command with so many steps: `node` is its configuration."""
         return cls()
 
     def wrapped(self, dataset: Any) -> Any:
         """Return what the command trains on in place of a data set."""
         return dataset
 
-    def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
+    def checks(self, settings: Any) -> Mapping[str, Check]:
         """Return its checks by their names in checkpoints; `settings` has those of all checks by name."""
         return {}
 
@@ -73,9 +71,6 @@ class Extension:
     def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
         """Return what its remedies need to know of a case. All ranks call it together."""
         return {}
-
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Note an evaluation of the present weights. All ranks call it."""
 
     def close(self) -> None:
         """Undo what affects the whole process, at the end of the run."""

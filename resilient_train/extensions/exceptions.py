@@ -23,7 +23,7 @@ from resilient_train.core.transaction import Transaction
 from resilient_train.core.vitals import versions
 from resilient_train.extensions import Extension
 from resilient_train.ground.errors import TrainError, in_one_line
-from resilient_train.ground.wording import IN_FILE_ONLY, counted, log
+from resilient_train.ground.wording import IN_FILE_ONLY, log
 from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_lost_device
 
@@ -45,22 +45,16 @@ class BatchErrors(Extension, OnError):
         begun = open_updates[-1]
         if not self._may_be_of_batch(error):
             return None
-        tried = 0
         for other in self._others(open_updates):
             try:
                 computed = self._run.backend.compute(self._run.world.on_device(other))
             except Exception:
-                tried += 1
                 continue
             self._note(begun, error)
             return computed
         if self._run.may_patch(error, begun.tick):
             self._note(begun, error)
             return self._refused()
-        if tried and begun.step > 1:  # in the first update a bug ends the run as it ends a plain loop
-            said = f"{counted(tried, 'other batch')} at the same weights raise{'s' * (tried == 1)} as well"
-            error.add_note(f"resilient_train: {said}")
-            log.error("update %d: %s: it is a bug", begun.step, said)
         return None
 
     def _note(self, begun: Transaction, error: Exception) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from resilient_train.core.checks import Check, Finding, References
 from resilient_train.core.limit import LimitConfig
-from resilient_train.core.loss import Alarm, Level
+from resilient_train.core.loss import Alarm
 from resilient_train.core.protocols import Intentions, NewRegime
 from resilient_train.data.history import LEARNED, Rise
 from resilient_train.extensions import Extension
@@ -49,13 +49,12 @@ class Probe(NamedTuple):
     rewound_to: int
     first: int
     last: int
-    came_again: bool = False  # there, but not as high
 
     @classmethod
-    def of(cls, rise: Rise, noticed: int, rewound_to: int, *, is_jump: bool, came_again: bool = False) -> Probe:
+    def of(cls, rise: Rise, noticed: int, rewound_to: int, *, is_jump: bool) -> Probe:
         """Of a climb most of the way from the rewind is made at the lower rate."""
         first = rise.step - _BEFORE if is_jump else max(rewound_to, noticed - _LONGEST)
-        return cls(rise, rewound_to, first, (rise.step if is_jump else noticed) + _AFTER, came_again)
+        return cls(rise, rewound_to, first, (rise.step if is_jump else noticed) + _AFTER)
 
     def covers(self, step: int) -> bool:
         return self.first <= step <= self.last
@@ -70,10 +69,10 @@ class Probe(NamedTuple):
     def confirms(self, again: Rise, step: int, *, was_low: bool) -> bool:
         """Say whether it is the same rise; `was_low`: the loss was, at the state which the run was rewound to."""
         is_alike = abs(again.height - self.rise.height) <= _ALIKE * max(again.height, self.rise.height)
-        if again.grows or not (is_alike or self.came_again):
+        if again.grows or not is_alike:
             return False
         if again.step == self.rewound_to + 1:
-            return was_low and is_alike
+            return was_low
         return self.is_near(again.step) and self.covers(step) and again.start != self.rise.start
 
     @classmethod
@@ -109,7 +108,7 @@ class Experiment(Check):
 class OnPurpose(Extension, Intentions):
     """Finds out whether a rise of the loss was on purpose, and lets the run learn again what is usual if it was."""
 
-    def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
+    def checks(self, settings: Any) -> Mapping[str, Check]:
         self._experiment = Experiment(settings.limit)
         return {"experiment": self._experiment}
 
@@ -170,10 +169,8 @@ class OnPurpose(Extension, Intentions):
         rise, self._rise, to = self._rise, None, incident.rewound_to
         if rise is None or rise.grows or to is None or incident.diagnosis.cause is Cause.RATE:
             return
-        before, is_jump = self._experiment.probe, incident.anomaly.signal is Signal.LOSS_SPIKE
-        came_again = before is not None and before.is_near(rise.step)
-        step = incident.anomaly.step
-        self._experiment.probe = Probe.of(rise, step, to, is_jump=is_jump, came_again=came_again)
+        is_jump = incident.anomaly.signal is Signal.LOSS_SPIKE
+        self._experiment.probe = Probe.of(rise, incident.anomaly.step, to, is_jump=is_jump)
 
     def _accept(self, anomaly: Anomaly, what: Facts, step: int, limit: float = inf) -> None:
         """Take what raised the loss for a change on purpose: put back what was done, learn again up to the `limit`."""

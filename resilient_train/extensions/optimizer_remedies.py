@@ -31,7 +31,6 @@ _SMALL_WEIGHT, _MOST_MOMENTUM = 0.02, 0.999
 class LastingRemedies(Numbers, Lasting):
     share: float = 0.0  # of the norm of the weights, by which SGD may change them at first; 0: no limit
     limited: int = 0  # healthy updates since it was set
-    decay: float = 1.0  # factor of the configured weight decay
     mends_eps: bool = False  # an epsilon that rounds to 0 in the type of its weights is raised
 
     @property
@@ -50,9 +49,6 @@ class LastingRemedies(Numbers, Lasting):
                 # The least keeps an update small where a second moment has underflowed to zero.
                 kinds = [torch.finfo(weight.dtype) for weight in group["params"] if weight.is_floating_point()]
                 setting["eps"] = max([eps, *(math.sqrt(kind.smallest_normal * kind.eps) for kind in kinds)])
-        decay = usual.get("weight_decay")
-        if self.decay < 1 and isinstance(decay, int | float):
-            setting["weight_decay"] = decay * self.decay
 
     def limits(self, optimizers: Sequence[Optimizer], rate: float) -> bool:
         if self.share:  # at a lower rate, by a remedy or by the schedule, updates are shorter, too
@@ -135,17 +131,6 @@ class LimitUpdate(Remedy):
 
 
 @dataclass(frozen=True)
-class LowerDecay(Remedy):
-    """Multiply the weight decay, for the rest of the run."""
-
-    order = 95
-    factor: float = limited(0.0, at_least=0, at_most=1)
-
-    def apply(self, run: Controls) -> None:
-        run.extension(FurtherRemedies).lasting.decay *= self.factor
-
-
-@dataclass(frozen=True)
 class MendEps(Remedy):
     """Raise an optimizer's epsilon that its type rounds to 0, as half precision does with 1e-8."""
 
@@ -158,20 +143,6 @@ class MendEps(Remedy):
         run.extension(FurtherRemedies).lasting.mends_eps = True
 
 
-@dataclass(frozen=True)
-class LowerLossScale(Remedy):
-    """Multiply the loss scale of half precision at once; the scaler alone lowers it update by update."""
-
-    order = 140
-    factor: float = limited(0.0625, above=0, at_most=1)
-
-    def applies(self, case: Case) -> bool:
-        return bool(case.facts["loss_scaler"])
-
-    def apply(self, run: Controls) -> None:
-        run.extension(FurtherRemedies).lower_loss_scale(self.factor)
-
-
 class FurtherRemedies(Extension):
     """Remedies of the optimizer that most runs never need."""
 
@@ -180,9 +151,7 @@ class FurtherRemedies(Extension):
             "reset_moments": ResetMoments,
             "limit_lr": LimitLr,
             "limit_update": LimitUpdate,
-            "lower_decay": LowerDecay,
             "mend_eps": MendEps,
-            "lower_loss_scale": LowerLossScale,
         }
     )
 
@@ -204,7 +173,6 @@ class FurtherRemedies(Extension):
     def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
         updater = self._run.updater
         return {
-            "loss_scaler": updater.scaler is not None,
             "share": self.lasting.share_now,
             "sharded": updater.clipper.over_ranks is not None,
             "lost_eps": lost_eps(updater.optimizers) is not None and not self.lasting.mends_eps,
@@ -217,7 +185,3 @@ class FurtherRemedies(Extension):
             else:
                 optimizer.state.clear()
         self._run.scans.rebase()
-
-    def lower_loss_scale(self, factor: float) -> None:
-        if (scaler := self._run.updater.scaler) is not None:
-            scaler.update(scaler.get_scale() * factor)

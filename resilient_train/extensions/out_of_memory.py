@@ -11,16 +11,12 @@ import torch
 from resilient_train.core.protocols import Effect, OnError, Retry
 from resilient_train.core.transaction import Transaction
 from resilient_train.extensions import Extension
-from resilient_train.ground.errors import TrainError, text_of
+from resilient_train.ground.errors import TrainError, in_one_line
 from resilient_train.ground.types import ProcessIncident, Signal, fact
 from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_out_of_memory
 
 _SMALLER = "use a smaller batch_size with more gradient accumulation, or activation checkpointing"
-
-
-def memory_evidence(error: BaseException) -> str:
-    return " ".join(text_of(error).split()).split(" Of the allocated memory")[0][:200] or type(error).__name__
 
 
 class SmallerBatches(Extension, OnError):
@@ -40,7 +36,7 @@ class SmallerBatches(Extension, OnError):
         """Halve the micro-batches. Several processes end: the others wait in a collective."""
         if not is_out_of_memory(error):
             return None
-        step, evidence, samples = open_updates[-1].step, memory_evidence(error), self._run.samples
+        step, evidence, samples = open_updates[-1].step, in_one_line(error)[:200], self._run.samples
         what, halved = f"out of memory in update {step}: {evidence}", samples.slicing.halved()
         incidents = self._run.incident_log.incidents
         is_exhausted = sum(one.anomaly.signal is Signal.OUT_OF_MEMORY for one in incidents) >= self._run.policy.halvings

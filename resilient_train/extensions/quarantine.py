@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
@@ -22,13 +22,6 @@ from resilient_train.parts.run import Run
 QUARANTINE = "quarantine.json"  # its name in a run directory
 
 _FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Quarantined:
-    reason: Facts  # the file has it in words
-    step: int
-    incident: int  # its number, in the run that met it
 
 
 @dataclass(frozen=True)
@@ -50,10 +43,10 @@ class RowsLeftOut(Extension):
 
     def build(self, run: Run) -> None:
         self._run = run
-        self.rows: dict[int, Quarantined] = {}  # by their indices, in the order in which they were added
+        # By their indices, in the order in which they were added: the reason, and step and number of the incident.
+        self.rows: dict[int, tuple[Facts, int, int]] = {}
         directory = run.incident_log.directory  # without one there is no file
         self._file = None if directory is None else directory / QUARANTINE
-        self._is_behind = False  # the file
         self._attempts = WriteAttempts(self._file, "this is retried with the next row")
         self._fingerprint = cache(lambda: fingerprint(run.samples.dataset))  # type: ignore[attr-defined]
         run.leave_out = self.leave_out
@@ -69,8 +62,7 @@ class RowsLeftOut(Extension):
         """Take rows out of the data. They are in the file once the journal has them. A row keeps its first reason."""
         self._run.samples.quarantine(reasons)
         for row, why in reasons.items():
-            self.rows.setdefault(row, Quarantined(tuple(masked_tree([*why])), step, incident))
-        self._is_behind |= bool(reasons)
+            self.rows.setdefault(row, (tuple(masked_tree([*why])), step, incident))
 
     def leave_out(self, rows: Sequence[int], reason: Facts, incident: int) -> bool:
         """Leave out rows common to the updates in which the process died, if the budget allows."""
@@ -81,15 +73,17 @@ class RowsLeftOut(Extension):
         return is_allowed
 
     def write(self) -> None:
-        is_due, self._is_behind = self._is_behind or self._attempts.has_failed, False
-        if self._file is None or not is_due:
+        if self._file is None or not self.rows:
             return
-        rows = [{"row": row, **asdict(why), "reason": say(why.reason)} for row, why in self.rows.items()]
+        rows = [
+            {"row": row, "reason": say(reason), "step": step, "incident": incident}
+            for row, (reason, step, incident) in self.rows.items()
+        ]
         with self._attempts.attempt():
             commit_json(self._file, {"format": _FORMAT, "data": self._fingerprint(), "rows": rows})
 
     def _state(self) -> list[list[Any]]:
-        return [[row, [*why.reason], why.step, why.incident] for row, why in self.rows.items()]
+        return [[row, [*reason], step, incident] for row, (reason, step, incident) in self.rows.items()]
 
     def _restore(self, state: Any) -> None:
         there = range(self._run.samples.rows)  # the data set may be smaller now

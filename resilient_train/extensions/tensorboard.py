@@ -45,7 +45,7 @@ class TensorBoard(Extension):
         self._directory, self._in_run_directory = directory, in_run_directory
 
     @classmethod
-    def configured(cls, node: Any, steps: int, history: Any) -> TensorBoard:
+    def configured(cls, node: Any, steps: int) -> TensorBoard:
         return cls(in_run_directory=bool(node))
 
     def build(self, run: Run) -> None:

@@ -455,7 +455,7 @@ def all_checks(config: Any, extensions: Sequence[Extension]) -> tuple[Checks, Be
     best, level = BestLevel(config.jump), Level(config.jump)
     further: dict[str, Check] = {"best": best}
     for one in extensions:
-        for name, check in one.checks(config, level).items():
+        for name, check in one.checks(config).items():
             if name in (*further, *_OF_THE_CORE):
                 raise unusable(f"extension {type(one).__name__}", f"there is another check with the name {name}")
             is_ours = type(check).__module__.startswith("resilient_train.")

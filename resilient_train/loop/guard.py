@@ -52,9 +52,9 @@ from resilient_train.loop.hooks import (
 )
 from resilient_train.loop.reporter import REPORT_EVERY, Place, RunReporter, holders, log_to_stderr, place
 from resilient_train.loop.run_process import RunProcess
-from resilient_train.parts.modes import AnomalyMode, Attributes, BufferWatch
+from resilient_train.parts.modes import Attributes, BufferWatch, without_nan_check
 from resilient_train.parts.run import Computation, Objective, Run, mean_metrics
-from resilient_train.processes.world import World
+from resilient_train.processes.world import World, reshard
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
 _TWO_GUARDS = f"two guards are at work in turn, which would not rewind together: give one of them all networks; {HOW}"
@@ -163,7 +163,7 @@ class Guard(EngineGuard):
         config = arguments.checks(checks, expect, [type(one) for one in given])
         policy = arguments.policy(recovery)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
-        attributes, anomaly_mode = Attributes(bare), AnomalyMode(arguments.backward(accelerator))
+        attributes = Attributes(bare)
         marks = Marks(bare, scaler, state.kept, attributes.undone)
         direct_steps = DirectStepCheck(optimizers)
         clipper = (TrainersClipper if samples.is_fed else Clipper)(
@@ -184,7 +184,7 @@ class Guard(EngineGuard):
         incidents = home.incident_log
         try:
             buffers = BufferWatch(bare)
-            backend = Computation(model, unwrapped, measured, anomaly_mode, attributes)
+            backend = Computation(model, unwrapped, measured, arguments.backward(accelerator), attributes)
             arguments.check_data(data_changed, samples, incidents, world, is_own_loop)
             run = Run(
                 world=world,
@@ -229,7 +229,7 @@ class Guard(EngineGuard):
                 agree=self.process.require_agreement,
                 recovered_after=max(verify_after, _RECOVERED_AFTER),
             )
-            self._direct_steps, self._anomaly_mode = direct_steps, anomaly_mode
+            self._direct_steps = direct_steps
             self._keeper = keeper
             is_shown = is_own_loop and (home.tracking is not None or bool(run.sinks))
             self._is_shown = world.least(-float(is_shown)) < 0  # on any rank: all average its numbers
@@ -376,9 +376,9 @@ class Guard(EngineGuard):
                 self.reporter.closed(own_error(handled), self.steps, is_writing=not self._keeper.wait(0))
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Note an evaluation: once verified, the weights with the lowest loss are kept in `best`."""
-        for one in self._parts.extensions:
-            one.evaluated(metrics)
+        """Note an evaluation, for the tracker and the end of the run. All ranks call it."""
+        if self.world.size > 1:
+            reshard(self.state.model)
         self.reporter.note_evaluation(metrics)
 
     @property
@@ -473,7 +473,7 @@ class Guard(EngineGuard):
         if self.attempted_step >= last and not self.stopped:
             what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
             log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)
-        with self._anomaly_mode.without_nan_check():
+        with without_nan_check():
             for batch in self.updates_until(last, plan=self.steps):
                 self._direct_steps.running = "loop"
                 try:

@@ -1,8 +1,8 @@
-"""What else an update may change, and a mode of torch that user code may set."""
+"""What else an update may change, and a check of torch that user code may set."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import ref
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from resilient_train.core.mark import Mark
 from resilient_train.core.protocols import Hook
 from resilient_train.core.transaction import Transaction
-from resilient_train.ground.wording import log
 
 _ABSENT = object()
 _LOOKS = 5  # calls of `Attributes.now` in which those that change are looked for
@@ -21,37 +20,9 @@ _LOOKS = 5  # calls of `Attributes.now` in which those that change are looked fo
 Saved = Sequence[tuple[dict[str, Any], str, Any]]  # attributes of modules: where, name, value
 
 
-class AnomalyMode:
-    """Turns off the NaN check of autograd: it would end a run at a NaN that the gate refuses and a replay explains."""
-
-    def __init__(self, backward: Callable[[Tensor], None]) -> None:
-        self._backward, self._has_warned = backward, False
-
-    @contextmanager
-    def without_nan_check(self) -> Iterator[None]:
-        """Turn the check off, if user code has turned it on, and at the end on again."""
-        has_check = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-        if has_check:
-            torch.set_anomaly_enabled(True, False)
-        if has_check and not self._has_warned:
-            self._has_warned = True
-            log.warning(_COSTLY)
-        try:
-            yield
-        finally:
-            if has_check and torch.is_anomaly_enabled():
-                torch.set_anomaly_enabled(True, True)
-
-    def backward(self, loss: Tensor) -> None:
-        """Run backward. The objective may have turned the check on itself, so it is looked for here again."""
-        with self.without_nan_check():
-            self._backward(loss)
-
-
-_COSTLY = (
-    "torch.autograd anomaly mode is on: it makes each step 2 to 5 times as slow and is not needed here, because a "
-    "replay finds the line that breaks; its check for NaN is off inside the loop, since it would end the run"
-)
+def without_nan_check() -> AbstractContextManager[None]:
+    """Turn autograd's check for NaN off, if it is on: it would end a run at a NaN that is refused and explained."""
+    return torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
 
 
 class BufferWatch:
@@ -77,8 +48,7 @@ class BufferWatch:
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers of a type that can be not finite; those of one byte cannot be computed with."""
         for name, buffer in self._model.named_buffers():
-            is_number = buffer.is_floating_point() or buffer.is_complex()
-            if is_number and buffer.layout is torch.strided and buffer.element_size() > 1:
+            if buffer.is_floating_point() and buffer.element_size() > 1:
                 yield name, buffer
 
 

@@ -24,7 +24,7 @@ from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.resume import RunParts
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.types import Facts, fact
-from resilient_train.parts.modes import AnomalyMode, Attributes, BufferWatch
+from resilient_train.parts.modes import Attributes, BufferWatch, without_nan_check
 
 Objective = Callable[[Any, Any], Any]
 
@@ -45,29 +45,26 @@ class Measured:
             raise self._error(f"returned a {type(loss).__name__} as the loss: expected a scalar tensor")
         if loss.numel() != 1:
             raise self._error(f"returned a loss of shape {list(loss.shape)}: expected a scalar, such as its mean()")
-        if not isinstance(given, Mapping):
-            raise self._error(f"returned a {type(given).__name__} next to the loss: expected {{name: value}}")
+        if not isinstance(given, Mapping) or "loss" in given:
+            raise self._error(f"returned {given!r:.60} next to the loss: expected {{name: value}}, no name being loss")
         loss = loss.reshape(()) if self.buffers is None else self.buffers.spoil(loss.reshape(()))
         metrics: dict[str, torch.Tensor | float] = {}
         for key, value in given.items():
-            if (name := str(key)) == "loss":
-                raise self._error("returned a metric named loss: the loss itself has that name")
+            name = str(key)
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 # Detached: it is kept until it is reported, and its graph would keep the whole forward alive.
                 metrics[name] = value.detach().reshape(())
             elif isinstance(value, int | float):
                 metrics[name] = value
             else:
-                what = type(value).__name__ + (f" of shape {list(value.shape)}" if hasattr(value, "shape") else "")
-                raise self._error(f"returned a {what} as the metric {name}: expected a number or a scalar tensor")
+                what = f"a {type(value).__name__} as the metric {name}"
+                raise self._error(f"returned {what}: expected a number or a tensor of one element")
         return loss, metrics
 
     def for_training(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
         loss, metrics = self(model, batch)
         if not loss.requires_grad:
-            why = "something between the weights and the loss detaches it (.detach(), .item(), no_grad, argmax)"
-            if not any(one.requires_grad for one in model.parameters()):
-                why = "all weights of the model are frozen (requires_grad=False)"
+            why = "its weights are frozen, or something detaches it from them (.detach(), .item(), no_grad, argmax)"
             raise self._error(f"returned a loss without a graph: {why}")
         for change in self.changes:
             loss = change(loss)
@@ -84,34 +81,23 @@ class Computation:
     model: nn.Module  # as the training calls it
     bare: nn.Module  # without the wrappers of other processes
     objective: Measured | None  # None: the loop hands over its losses
-    anomaly_mode: AnomalyMode
+    run_backward: Callable[[torch.Tensor], None]
     attributes: Attributes  # of its modules
 
     def compute(self, batch: Any) -> Computed:
         assert self.objective is not None
         self.attributes.forward_begins()
         loss, metrics = self.objective.for_training(self.model, batch)
-        self.anomaly_mode.backward(loss)
+        self.backward(loss)
         return loss, metrics
 
-    def why_no_gradient(self, loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> str:
-        if not any(one.requires_grad for one in weights):
-            return "no weight has a gradient: all that the optimizer trains are frozen (requires_grad=False)"
-        graph, left = set[Any](), [loss.grad_fn]
-        while left:
-            if (node := left.pop()) is not None and node not in graph:
-                graph.add(node)
-                left += [one for one, _ in node.next_functions]
-        used = {id(getattr(node, "variable", None)) for node in graph}
-        if graph and not used & set(map(id, weights)):
-            return "no weight has a gradient: the loss was not computed with the guarded model, or is detached from it"
-        return "no weight has a gradient: call loss.backward(), or accelerator.backward(loss), before"
+    def backward(self, loss: torch.Tensor) -> None:
+        with without_nan_check():  # the objective may have turned it on again
+            self.run_backward(loss)
 
 
 def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapping[str, torch.Tensor | float]:
     """Average the metrics of micro-batches, each over those that reported it."""
-    if len(reported) < 2:
-        return reported[0] if reported else {}
     names = sorted({name for one in reported for name in one})
     return {name: mean([one[name] for one in reported if name in one]) for name in names}
 
@@ -119,11 +105,7 @@ def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapp
 def nonfinite(norms: Mapping[str, float]) -> Facts:
     """Say which weights, in order, have gradients that are not finite."""
     names = [name for name, norm in norms.items() if not isfinite(norm)]
-    if not names:
-        return ()
-    if 1 < len(names) == len(norms):
-        return fact("no_gradient_finite")
-    return fact("gradients_not_finite", names=names, bad=len(names), count=len(norms))
+    return fact("gradients_not_finite", names=names, bad=len(names), count=len(norms)) if names else ()
 
 
 @dataclass(kw_only=True)

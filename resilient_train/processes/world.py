@@ -53,6 +53,15 @@ def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, w
     return f"FSDP2 over {world} processes ({counted(len(found), 'block')}: accelerate.blocks names their classes)"
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what forwards without a backward have left whole: it is not what a state holds."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
     """Let the backward recompute the activations of each block instead of keeping them. Returns what was done."""
     enable = getattr(model, "gradient_checkpointing_enable", None)

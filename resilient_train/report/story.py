@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from resilient_train.durable.progress import position_of
 from resilient_train.durable.run_history import Chapter, RunHistory
 from resilient_train.ground import wording
 from resilient_train.ground.errors import TrainError
-from resilient_train.ground.files import read_json
 from resilient_train.ground.sentences import ACTIVE, DETAILS, LEFT, PATCHED, VERDICTS, Verdict
 from resilient_train.ground.types import Cause, Facts, Incident, Outcome, fact
 from resilient_train.ground.wording import fill, lines_of, say
@@ -42,7 +40,6 @@ class Story(Status):
     steps: int | None = None  # planned
     last_good: Entry | None = None  # the newest verified one
     newest: Entry | None = None  # that a resume would load: the same, or a later candidate
-    best: Mapping[str, Any] | None = None  # the path and step of verified weights, and the metrics of their evaluation
     remedies: Mapping[str, Any] = field(default_factory=dict)  # active, as they were last written down
     drills: Sequence[Facts] = ()  # that have fired
     loop: endings.Loop | None = None  # of the caller; None for a run of the command
@@ -89,21 +86,11 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
         steps=planned if type(planned) is int else None,
         last_good=next((one for one in checkpoints if one.kind == VERIFIED), None),
         newest=newest,
-        best=_best_of(run_dir),
         remedies=history.effects_with(newest.manifest.effects if newest else {}),
         drills=tuple(history.drills.values()),
         loop=loop,
         resumes=resumes(run_dir),
     )
-
-
-def _best_of(run_dir: Path) -> dict[str, Any] | None:
-    path = run_dir / "best"
-    match read_json(path / "best.json"):
-        case {"step": int(step), **metrics} if (path / "weights.safetensors").is_file():
-            numbers = {str(name): one for name, one in metrics.items() if isinstance(one, float) and isfinite(one)}
-            return {"path": path, "step": step, "metrics": numbers}
-    return None
 
 
 class Advice(NamedTuple):
@@ -156,7 +143,7 @@ WEIGHTS = "weights.safetensors"  # of a run that finished
 
 _MOST_ADVICE, _MOST_LEFT = 5, 4
 _NOT_OVER = (Outcome.UNRECOVERED, Outcome.GAVE_UP, Outcome.OBSERVED, None, Outcome.RECURRED)
-_FACTORS = ("lr", "clip", "decay")  # knobs that are 1 as configured; the others are 0
+_FACTORS = ("lr", "clip")  # knobs that are 1 as configured; the others are 0
 
 
 def near(path: Path) -> str:
@@ -248,7 +235,6 @@ def left(story: Story) -> list[str]:
         "drills": ", ".join(shortened([*map(say, story.drills)], _MOST_LEFT)),
         "active": "; ".join(shortened(active_remedies(story.remedies), _MOST_LEFT)),
         "weights": weights if story.is_complete and weights.is_file() else None,
-        "best": story.best,
         "last_good": _named(story.last_good) if story.last_good != story.newest else None,
         "newest": _named(story.newest),
         "next": next_start(story),

@@ -159,9 +159,9 @@ MISTAKES: dict[str, tuple[Callable[[Guard, Any], Any], type[Exception], str]] = 
     "frozen": (
         lambda guard, batch: guard.update(mse(guard.model.requires_grad_(False), batch)),
         TrainError,
-        r"no weight has a gradient: all that the optimizer trains are frozen",
+        r"weights that are frozen \(requires_grad=False\) have none",
     ),
-    "of another model": (of_another_model, TrainError, "was not computed with the guarded model"),
+    "of another model": (of_another_model, TrainError, "with a loss that was computed with the guarded model"),
     "no backward": (
         lambda guard, batch: guard.update(mse(guard.model, batch)),
         TrainError,
@@ -182,8 +182,8 @@ def test_a_mistake_in_the_loop_is_told(body: Callable[..., Any], kind: type[Exce
     ("objective", "line"),
     {
         "no scalar": (lambda model, batch: model(batch[0]), r"^objective=.*returned a loss of shape"),
-        "frozen": (lambda model, batch: mse(model.requires_grad_(False), batch), "all weights of the model are frozen"),
-        "of another model": (lambda model, batch: mse(nn.Linear(6, 1), batch), "not computed with the guarded model"),
+        "frozen": (lambda model, batch: mse(model.requires_grad_(False), batch), "its weights are frozen"),
+        "of another model": (lambda model, batch: mse(nn.Linear(6, 1), batch), "computed with the guarded model"),
     },
 )
 def test_a_bad_objective_is_named_as_it_was_given(objective: Any, line: str) -> None:

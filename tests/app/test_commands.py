@@ -33,7 +33,7 @@ def test_a_run_leaves_its_configuration_log_weights_and_summary(run_command: com
     assert outcome.code == 0
     assert "completed 30 steps" in outcome.stdout
     files = {"config.yaml", "incidents.jsonl", "journal.jsonl", "summary.json", "train.log", "weights.safetensors"}
-    assert files | {".lock", "best", "checkpoints", "progress"} == set(os.listdir("runs/first"))
+    assert files | {".lock", "checkpoints", "progress"} == set(os.listdir("runs/first"))
     summary = outcome.summary("runs/first")
     assert set(summary) == {*FIELDS, "best_level", "why"}
     assert (summary["status"], summary["exit_code"], summary["steps"], summary["ticks"]) == ("completed", 0, 30, 30)

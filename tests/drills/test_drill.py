@@ -37,18 +37,21 @@ from resilient_train.ground.reader import option
 
 
 class Journal:
-    """What a run remembers of its drill, also across restarts."""
+    """What a run notes of its drill."""
 
     def __init__(self) -> None:
-        self.firings: list[tuple[int, str, int]] = []
+        self.ticks: list[tuple[str, int]] = []
+
+    def note(self, kind: str, *, name: str, tick: int) -> None:
+        assert kind == "drill_fired"
+        self.ticks.append((name, tick))
 
     def drill(self, *faults: Fault) -> Drill:
-        before = [number for number, _, _ in self.firings]
-        return Drill(faults, before=before, fired=lambda *firing: self.firings.append(firing))
-
-    @property
-    def ticks(self) -> list[tuple[str, int]]:
-        return [(name, tick) for _, name, tick in self.firings]
+        drill = Drill(faults)
+        updater = SimpleNamespace(clipper=SimpleNamespace(changes=[]))
+        run: Any = {"incident_log": self, "updater": updater, "backend": SimpleNamespace(objective=None)}
+        drill.build(SimpleNamespace(world=SimpleNamespace(rank=0), hooks=[], **run))  # type: ignore[arg-type]
+        return drill
 
 
 class Attempts:
@@ -102,31 +105,22 @@ class Attempts:
     ids=lambda value: value.name if isinstance(value, Fault) else "",
 )
 def test_each_fault_spoils_its_own_place_at_its_own_tick(fault: Fault, seen: dict[int, set[str]]) -> None:
-    """What it names changes at its ticks, once, also after a restart; else, and on another rank, nothing does. Every
-    rank journals it: ranks that agree on what was fired can wait for each other there.
-    """
+    """What it names changes at its ticks; else, and on another rank, nothing does. Every rank journals it, once."""
     journals = [Journal(), Journal()]
     here, elsewhere = (Attempts(one.drill(fault), rank=rank) for rank, one in enumerate(journals))
     is_rate = fault.name == "hot_lr"
     for tick in range(1, 9):
         assert here.attempt(tick) == seen.get(tick, set()), f"tick {tick}"
         assert elsewhere.attempt(tick) == (seen.get(tick, set()) if is_rate else set())
-    assert journals[0].firings == journals[1].firings
+    assert journals[0].ticks == journals[1].ticks
     assert journals[0].ticks == [(fault.name, tick) for tick in seen if not is_rate or tick == 4]
-    restarted = Attempts(journals[0].drill(fault))
-    assert any(restarted.attempt(tick) for tick in seen) == is_rate  # the rate stays hot
-    assert len(journals[0].firings) == len({number for number, _, _ in journals[0].firings})
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bit", "given"),
-    [
-        *((torch.float32, 30, None), (torch.bfloat16, 14, None), (torch.float16, 14, None), (torch.float64, 62, None)),
-        *((torch.float32, 0, 0), (torch.bfloat16, 15, 15)),
-    ],
+    ("dtype", "bit"), [(torch.float32, 30), (torch.bfloat16, 14), (torch.float16, 14), (torch.float64, 62)]
 )
-def test_a_bit_flip_flips_one_bit_of_one_weight(dtype: torch.dtype, bit: int, given: int | None) -> None:
-    """The highest of the exponent, or the one that was asked for; of the same weight for the same seed."""
+def test_a_bit_flip_flips_one_bit_of_one_weight(dtype: torch.dtype, bit: int) -> None:
+    """The highest of the exponent; of the same weight for the same seed."""
     first = torch.nn.Linear(3, 4)
     first.weight = torch.nn.Parameter(first.weight.detach().t().contiguous().t())  # not contiguous
     model = torch.nn.Sequential(first, torch.nn.Linear(4, 2)).to(dtype)
@@ -138,15 +132,13 @@ def test_a_bit_flip_flips_one_bit_of_one_weight(dtype: torch.dtype, bit: int, gi
 
     before, places, state = bits(), set(), SimpleNamespace(model=model)
     for seed in range(30):
-        BitFlip(at=[7], seed=seed, bit=given).spoil(state, 7)
+        BitFlip(at=[7], seed=seed).spoil(state, 7)
         (changed,) = (bits() ^ before).nonzero().flatten().tolist()
         assert (bits() ^ before)[changed] == torch.ones((), dtype=integers) << bit
         places.add(changed)
-        BitFlip(at=[7], seed=seed, bit=given).spoil(state, 7)
+        BitFlip(at=[7], seed=seed).spoil(state, 7)
         assert bits().equal(before)
     assert len(places) > 10
-    beyond = f"bit={8 * dtype.itemsize} is none of the {8 * dtype.itemsize} of a weight, which are counted from 0"
-    assert BitFlip(at=[7], bit=8 * dtype.itemsize).lacks(state) == beyond
 
 
 @pytest.mark.parametrize(
@@ -198,22 +190,20 @@ def test_batches_of_any_shape_are_spoiled_and_keep_it(wrap: Callable[[Any], Any]
     assert x.equal(torch.ones_like(x))
 
 
-def test_what_a_fault_cannot_spoil_refuses_it_or_leaves_it_out(caplog: pytest.LogCaptureFixture) -> None:
-    """The first batch says so, or the update that would be struck; a fault that is left out is not journalled."""
+def test_a_fault_that_finds_nothing_to_spoil_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """With a line, and it is not journalled."""
     tokens = {"input_ids": torch.arange(4)}
-    with pytest.raises(ConfigError, match=r"drill=nan_batch: .*no floating-point numbers.*use inf_loss or nan_grad"):
-        Journal().drill(NanBatch(at=[100])).spoiled("batch", tokens)
     journal = Journal()
-    drill = journal.drill(NanBatch(at=[1], optional=True), InfLoss(at=[1]), BadMoments(at=[2]))
+    drill = journal.drill(NanBatch(at=[1]), InfLoss(at=[1]), BadMoments(at=[2]))
     drill.tick = 1
     with caplog.at_level(logging.WARNING, "resilient_train"):
         assert drill.spoiled("batch", tokens) is tokens
-    assert drill.spoiled("loss", torch.tensor(2.0)).isinf()
-    assert "nan_batch is left out" in caplog.text
-    assert journal.ticks == [("inf_loss", 1)]
-    drill.tick = 2
-    with pytest.raises(ConfigError, match="drill=bad_moments: the optimizer has no moments"):
+        assert drill.spoiled("loss", torch.tensor(2.0)).isinf()
+        drill.tick = 2
         drill.spoiled("state", SimpleNamespace(optimizers=[torch.optim.SGD([torch.ones(1, requires_grad=True)])]))
+    assert "nan_batch is left out: the batches hold no floating-point numbers" in caplog.text
+    assert "bad_moments is left out: the optimizer has no moments" in caplog.text
+    assert journal.ticks == [("inf_loss", 1)]
 
 
 @given(
@@ -247,31 +237,34 @@ class Endless(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("dataset", "why"),
     [
-        (Endless(), "bad_row needs a map-style data set, and a Endless is read from front to back"),
-        (iter([1.0]), "bad_row needs a map-style data set"),
+        (Endless(), "the data set is read from front to back"),
+        (iter([1.0]), "the data set is read from front to back"),
         (TensorDataset(torch.arange(3)), "the rows hold no floating-point numbers"),
         (TensorDataset(torch.ones(1)), "there is no row 1: the data set has 1"),
     ],
 )
-def test_data_sets_that_cannot_have_bad_rows_are_refused(dataset: Any, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"drill=bad_row: {why}"):
-        Journal().drill(BadRow(rows=[1])).wrapped(dataset)
+def test_data_sets_that_cannot_have_bad_rows_stay_as_they_are(
+    dataset: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "resilient_train"):
+        assert Drill([BadRow(rows=[1])]).wrapped(dataset) is dataset
+    assert f"drill: bad_row is left out: {why}" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("node", "faults"),
     [
-        ({"fault": "nan_batch", "at": [100], "value": math.inf}, [NanBatch(at=[100], value="inf")]),
-        ({"fault": "nan_grad", "at": 7, "rank": "all"}, [NanGrad(at=[7], rank="all")]),
+        ({"fault": "nan_batch", "at": [100]}, [NanBatch(at=[100])]),
+        ({"fault": "nan_grad", "at": [7], "rank": "all"}, [NanGrad(at=[7], rank="all")]),
         (
-            {"faults": ["bit_flip", {"inf_loss": None}], "seed": 5},
+            {"faults": [{"bit_flip": {}}, {"inf_loss": None}], "seed": 5},
             [BitFlip(at=[500], seed=5), InfLoss(at=[500], seed=5)],
         ),
         (
             {"faults": [{"nan_batch": {"at": [50]}}, {"hot_lr": {"at": [120], "factor": 30, "seed": 2}}], "seed": 1},
             [NanBatch(at=[50], seed=1), HotLr(at=[120], factor=30, seed=2)],
         ),
-        ({"fault": "bad_row", "rows": [3], "what": "outlier"}, [BadRow(rows=[3], what="outlier")]),
+        ({"fault": "bad_row", "rows": [3], "what": "outlier"}, [BadRow(rows=(3,), what="outlier")]),
     ],
 )
 def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[Fault]) -> None:
@@ -281,14 +274,15 @@ def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[
 @pytest.mark.parametrize(
     ("node", "line"),
     [
-        ({"fault": "nan_bach"}, "drill.fault=nan_bach: no such fault; there are bad"),
+        ({"fault": "nan_bach"}, "drill.fault=nan_bach: no such fault; there are nan"),
         ({"fault": "hot_lr", "facto": 3}, "drill.facto=3: no such key; there are seed"),
         ({"faults": "nan_grad"}, "drill.faults=nan_grad: must be a list, such as [{nan_batch: {at: [50]}}]"),
         ({"faults": [{"hot_lr": {"updates": 0}}]}, "drill.faults[0].hot_lr.updates=0: must be a whole number (at"),
-        ({"fault": "nan_grad", "at": [1.5]}, "drill.at=[1.5]: 1.5 is neither a tick (1, 2, ...) nor a fraction of"),
-        ({"fault": "nan_grad", "at": [101]}, "drill.at=[101]: the run has only 100 steps: nothing would strike at"),
-        ({"fault": "nan_grad", "at": []}, "drill.at: nan_grad would never strike: give it ticks, such as [100]"),
-        ({"fault": "bad_row", "share": 0}, "drill.rows: no row would be bad: name some, such as [17], or a share"),
+        ({"faults": ["nan_grad"]}, "drill.faults[0]=nan_grad: must be a mapping with the keys nan_batch, nan_grad,"),
+        ({"fault": "nan_grad", "at": 7}, "drill.at=7: must be a list, each a finite number (greater than 0)"),
+        ({"fault": "nan_grad", "at": [101]}, "drill.at=[101]: must be a list of ticks up to run.steps=100, or of"),
+        ({"fault": "nan_grad", "at": []}, "drill.at=[]: must be a list of ticks up to run.steps=100, or of"),
+        ({"fault": "bad_row", "share": 0}, "drill.share=0: must be a finite number (greater than 0, at most 1)"),
     ],
 )
 def test_what_cannot_be_read_is_reported_in_one_line(node: Mapping[str, Any], line: str) -> None:
@@ -313,7 +307,7 @@ def test_every_shipped_drill_can_be_read(name: str) -> None:
     [
         (["experiment=demo", "run.steps=40"], ["nan_grad", "loss_spike", "bit_flip", "hot_lr"]),
         (["experiment=demo", "drill.faults=[{hot_lr:{at:[12],factor:30}}]"], [HotLr(at=[12], factor=30, seed=3)]),
-        (["drill=nan_batch", "drill.at=[3]", "drill.value=inf"], [NanBatch(at=[3], value="inf")]),
+        (["drill=nan_batch", "drill.at=[3]"], [NanBatch(at=[3])]),
     ],
 )
 def test_a_drill_is_composed_on_the_command_line(overrides: list[str], faults: list[Any]) -> None:

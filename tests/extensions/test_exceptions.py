@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
@@ -50,12 +49,11 @@ class Raising:
 
 @pytest.mark.parametrize("after", [0, 7])
 def test_what_every_batch_raises_is_a_bug(after: int) -> None:
-    """It ends the run with its own traceback, which says what was tried if an update has landed."""
+    """It ends the run with its own traceback."""
     broken = Raising(KeyError("the bug"), after + 1)
-    with pytest.raises(KeyError, match="the bug") as raised:
+    with pytest.raises(KeyError, match="the bug"):
         run(broken).train()
     assert broken.calls == after + (6 if after else 5)
-    assert any("raise as well" in note for note in getattr(raised.value, "__notes__", [])) == bool(after)
 
 
 @pytest.mark.parametrize("policy", ["off", "observe"])
@@ -71,10 +69,9 @@ def test_a_policy_without_remedies_lets_exceptions_pass(policy: str) -> None:
 def test_requests_to_end_and_lost_connections_are_no_anomalies(error: BaseException) -> None:
     """They pass at once: other batches would wait for a rank that is gone, and it is no bug of the loss."""
     objective = Raising(error, 7)
-    with pytest.raises(type(error)) as raised:
+    with pytest.raises(type(error)):
         run(objective).train()
     assert objective.calls == 7
-    assert not getattr(raised.value, "__notes__", [])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +88,6 @@ def test_what_no_patch_mends_in_every_batch_ends_the_run(
     with pytest.raises(Exception, match=r"GreaterThan|singular") as raised:
         made.train()
     assert type(raised.value).__name__ == error
-    assert any("raise as well" in note for note in raised.value.__notes__)
     assert [one.diagnosis.advice[0]["fact"] for one in made.guard.incidents] == facts
 
 
@@ -148,11 +144,8 @@ def length_with_anomaly_mode(model: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("objective", [length_with_anomaly_mode, None], ids=["in the objective", "handed over"])
-def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
-    objective: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its NaN is a refused update, diagnosed where that is possible; the mode stays on, once called costly."""
-    monkeypatch.setattr(logging.getLogger("resilient_train"), "propagate", True)
+def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(objective: Any) -> None:
+    """Its NaN is a refused update, diagnosed where that is possible; the mode stays on."""
     torch.manual_seed(0)
     data = [(torch.randn(4) * (row != 20), torch.ones(())) for row in range(64)]
     model = torch.nn.Linear(4, 3, bias=False)
@@ -174,4 +167,3 @@ def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
         assert found.diagnosis.cause == "operation"
         assert found.diagnosis.culprit is not None
         assert (found.diagnosis.culprit.op, found.diagnosis.culprit.file) == ("sqrt", __file__)
-    assert sum("anomaly mode is on" in one.getMessage() for one in caplog.records) == 1

@@ -39,7 +39,7 @@ class RaisesOnce(Check):
 class Own(Extension):
     settings = {"own_check": Settings}  # noqa: RUF012
 
-    def checks(self, settings: Any, level: Any) -> Mapping[str, Check]:
+    def checks(self, settings: Any) -> Mapping[str, Check]:
         return {"own_check": RaisesOnce(settings.own_check)}
 
     def build(self, run: Any) -> None:

@@ -38,7 +38,7 @@ load()  # the remedies of all extensions
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
 SHIPPED = conf() / "recovery"
 POLICIES = ["aggressive", "balanced", "conservative", "off", "palm", "skip"]  # that do something
-FACTS = {"loss_scaler": True, "armor": False, "share": 0.0, "sharded": False, "lost_eps": False}
+FACTS = {"armor": False, "share": 0.0, "sharded": False, "lost_eps": False}
 ANY = Case(refused(9), unknown(refused(9)), snapshots=4, rows=10_000, facts=FACTS)
 
 
@@ -56,7 +56,6 @@ def run_with(name: str, fault: Fault, **more: Any) -> tuple[Run, Any]:
 @pytest.mark.parametrize(
     ("rung", "anomaly", "rows", "can", "expected"),
     [
-        (["skip", "lower_loss_scale"], refused(9), [], {}, ["skip", "lower_loss_scale"]),
         (["rewind", "limit_update"], landed(9), [], {"sgd": True}, ["rewind", "limit_update"]),
         (["rewind", "limit_update"], landed(9), [], {}, []),
         (["tighten_clip", "reset_moments", "rewind"], landed(9), [], {}, ["rewind", "reset_moments", "tighten_clip"]),

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import random
-import re
 import signal
 from collections.abc import Sequence
 from functools import partial
@@ -193,17 +192,6 @@ def test_a_rate_that_was_quietly_too_high_is_found_and_lowered(tmp_path: Path) -
     assert guard.clock.tick < 150 + incident.anomaly.step + 5
 
 
-def test_a_decay_that_takes_the_weights_away_is_taken_back() -> None:
-    """Adam divides it by its own size, and nothing learns."""
-    adam = partial(torch.optim.Adam, lr=0.02, weight_decay=1.0)
-    guard = train(language(0.02, optimizer=adam))
-    mended = final(train(language(0.02, optimizer=partial(adam, weight_decay=0.0))))
-    assert final(guard) < 1.05 * mended
-    [incident] = guard.incidents
-    assert [action.remedy for action in incident.decision.actions] == ["rewind", "lower_decay"]
-    assert (incident.anomaly.signal, incident.diagnosis.cause) == ("no_progress", "optimizer")
-
-
 def squares(model: Any, batch: Any) -> Tensor:
     return F.mse_loss(F.dropout(model(batch[0]), 0.1), batch[1])
 
@@ -292,10 +280,9 @@ def test_a_trial_that_finds_nothing_leaves_no_trace(caplog: pytest.LogCaptureFix
     assert state_sha256(with_trial.state) == state_sha256(without.state)
     assert len(calls) > with_trial.clock.tick  # docs/policies.md says so
     assert (without._controls.extension(Trials).updates, with_trial.incidents) == (0, [])
-    cost = r".*; lower rates were tried, and the current one is fine: .*; that took [\d,]+ updates, .*"
-    (noted,) = (one for one in caplog.records if re.fullmatch(cost, one.getMessage()))
+    (noted,) = (one for one in caplog.records if one.getMessage().endswith("; lower rates did no better"))
     assert noted.levelno == logging.DEBUG
-    assert not any("tried" in one.getMessage() for one in caplog.records if one.levelno > logging.DEBUG)
+    assert not any("lower rates" in one.getMessage() for one in caplog.records if one.levelno > logging.DEBUG)
 
 
 def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,7 @@ class Fails(Check):
 
 
 class Mine(Extension):
-    def checks(self, settings: Any, level: Any) -> Mapping[str, Check]:
+    def checks(self, settings: Any) -> Mapping[str, Check]:
         return {"mine": Fails()}
 
 

@@ -107,7 +107,7 @@ def test_the_table_of_files_is_what_runs_leave(here: Path, run_command: command)
     # Others are written where rows are guilty, a start is refused and so on: other tests look at those.
     elsewhere = {"quarantine.json", "mlflow.json", "outbox.jsonl", "refused.json", "failed.rank1"}
     assert names(PAGES["command"], "in the run directory") == (recovered | stopped | elsewhere) - {".lock"}
-    assert recovered ^ stopped == {"weights.safetensors", "best"}
+    assert recovered ^ stopped == {"weights.safetensors"}
     assert len(list((here / "runs/stopped/checkpoints").glob("*/weights.safetensors"))) == 1
 
 

@@ -43,10 +43,10 @@ REMEDIES = (
     *(Action("report"), Action("reset_moments"), HALF, Action("lower_lr", {"factor": 0.1}), Action("lower_lr")),
     *(Action("lower_lr", {"factor": 1, "rewarm": 50}), Action("limit_lr", {"to": 0.25}), Action("limit_lr", {"to": 1})),
     *(Action("limit_lr", {"to": 0.5, "leapt_to": 12.0}), Action("tighten_clip", {"factor": 0.5})),
-    *(Action("limit_update", {"share": 0.01}), Action("lower_decay", {"factor": 0.5}), Action("mend_eps")),
+    *(Action("limit_update", {"share": 0.01}), Action("limit_update", {"share": 0.5}), Action("mend_eps")),
     *(
         Action("armor"),
-        Action("lower_loss_scale", {"factor": 0.25}),
+        Action("limit_update", {"share": 0.25}),
         Action("mine.Remedy", {"of_mine": 3, "exact": True}),
     ),
 )
@@ -63,7 +63,7 @@ PROCESS = {
 KNOBS = Knobs(lr=0.5, clip=0.25, ceiling=0.5)
 EFFECTS = {
     "knobs": KNOBS.state_dict(),
-    "lasting": {"share": 0.01, "decay": 0.0, "mends_eps": True},
+    "lasting": {"share": 0.01, "mends_eps": True},
     "quarantined": [[7, "bad", 9, 1], [3, "bad", 9, 1]],
     "micro_batch": 8,
     "skipped": [[0, 8]],
@@ -157,8 +157,8 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
     (place / "manifest.json").write_bytes(sealed(replace(manifest(250, {}, tick=300), effects=effects)))
     (run_dir / "loop.json").write_text(json.dumps({"steps": 300, "resumes": True}))
     book = IncidentLog(run_dir)
-    for number, tick in enumerate((0, 160, 1_060) if run_dir.name == "drill" else ()):
-        book.note_drill_fired(number, "nan_grad" if tick else "bad_row", tick)
+    for tick in (0, 160, 1_060) if run_dir.name == "drill" else ():
+        book.note("drill_fired", name="nan_grad" if tick else "bad_row", tick=tick)
     for number, one in enumerate(met, start=1):
         opened = replace(one, id=number, outcome=None)
         book.add(opened)

@@ -53,9 +53,9 @@ def test_whatever_was_named_the_note_is_under_the_limit_and_in_lines(words: list
     outcomes = (Outcome.RECOVERED, None, Outcome.GAVE_UP)
     met = [hostile(incident(at, outcomes[at % 3]), words[at % len(words)]) for at in range(1, count + 1)]
     place = Path("/", *[words[0].replace("\0", "") or "x"] * 40)
-    kept, best = Entry(place, manifest(7, {})), {"path": place, "step": 7, "metrics": {words[-1]: 1.0}}
+    kept = Entry(place, manifest(7, {}))
     remedies = {"armor": [{"op": words[0], "file": words[0], "line": 3}] * 9, "knobs": {"lr": 0.5}, "skipped": [[1, 9]]}
-    of = story(*met, status="failed", why=words[0], newest=kept, best=best, remedies=remedies, directory=place)
+    of = story(*met, status="failed", why=words[0], newest=kept, remedies=remedies, directory=place)
     said = note(of)
     assert len(said) < LIMIT
     shown = [line for line in said.splitlines() if line.startswith("- incident ")]
@@ -119,9 +119,6 @@ def test_a_story_knows_what_is_left_of_a_run(tmp_path: Path) -> None:
     left = saved(tmp_path, "step-00000060", 60, kind="candidate", tick=80)
     saved(tmp_path, "step-00000070.demoted", 70, tick=90)
     (tmp_path / "checkpoints" / "step-00000090").mkdir()
-    (tmp_path / "best").mkdir()
-    (tmp_path / "best" / "weights.safetensors").write_text("")
-    (tmp_path / "best" / "best.json").write_text(json.dumps({"step": 40, "loss": 0.5, "odd": "x", "nan": float("nan")}))
     (tmp_path / "config.yaml").write_text("run: {steps: 300}")
     (tmp_path / "summary.json").write_text(
         json.dumps({"status": "preempted", "exit_code": 75, "steps": 60, "ticks": 80})
@@ -130,7 +127,6 @@ def test_a_story_knows_what_is_left_of_a_run(tmp_path: Path) -> None:
     assert (of.status, of.step, of.tick, of.steps) == ("preempted", 60, 80, 300)
     assert of.newest is not None
     assert (of.newest.path, of.newest.kind) == (left, "candidate")
-    assert of.best == {"path": tmp_path / "best", "step": 40, "metrics": {"loss": 0.5}}
     assert of.remedies == {"tick": 60, "skipped": [[8, 12]]}
     assert f"newest checkpoint: {left} (step 60, not yet verified)".replace("_", r"\_") in note(of)
 
@@ -139,9 +135,8 @@ def test_a_story_knows_what_is_left_of_a_run(tmp_path: Path) -> None:
 def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_path: Path) -> None:
     for name in ("summary.json", "quarantine.json", "config.yaml", "journal.jsonl", "progress", "train.log"):
         (tmp_path / name).write_text(content)
-    for folder, name in (("checkpoints/step-00000001", "manifest.json"), ("best", "best.json")):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / name).write_text(content)
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text(content)
     of: Story = read_story(tmp_path)
-    assert (of.status, of.newest, of.best) == ("failed", None, None)
+    assert (of.status, of.newest) == ("failed", None)
     assert note(of).startswith("**Killed (no exit message).** **Do:** Start it again\n\n- at step 0; no incidents")

@@ -71,7 +71,7 @@ class CauseFinder(Extension, Diagnoser):
         replay = Replay(
             backend.bare,
             measure=lambda model, batch: objective.for_training(model, batch)[0],
-            backward=backend.anomaly_mode.backward,
+            backward=backend.backward,
             marks=run.marks,
             attributes=backend.attributes,
             seeds=run.seeds,

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from resilient_train.core.checks import Check
-from resilient_train.core.loss import Level
 from resilient_train.core.mark import Mark
 from resilient_train.core.protocols import Effect, Hook
 from resilient_train.core.ring import Ring, Snapshot
@@ -35,7 +34,6 @@ from resilient_train.extensions.trials.arithmetic import (
     cost_of,
     is_ahead,
     is_lower,
-    is_near,
     learns,
 )
 from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line
@@ -44,22 +42,18 @@ from resilient_train.ground.types import (
     OUTSIDE,
     Action,
     Anomaly,
-    Cause,
     Decision,
-    Diagnosis,
     Signal,
     Tried,
     by_signal,
-    fact,
 )
-from resilient_train.ground.wording import counted, log, say
+from resilient_train.ground.wording import log, say
 from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_out_of_memory
 
 _LONGEST_RACE = 48  # updates of an arm in a short run
+_BEHIND = 0.4  # of the way that the run has come, by which an arm of half the updates may be behind it
 _USUAL_INTERVAL = 25  # updates between two snapshots
-_STRONG_DECAY = 0.25  # which may take the weights away before they learn: with usual ones they learn faster
-_VANISHED = 0.5  # of the norm of the weights: in healthy runs it grows
 
 
 class TrialStopped(Exception):
@@ -73,7 +67,7 @@ class Trials(Extension, Hook):
 
     settings = MappingProxyType({"no_progress": NoProgressConfig})
 
-    def checks(self, settings: Any, level: Level) -> Mapping[str, Check]:
+    def checks(self, settings: Any) -> Mapping[str, Check]:
         self.no_progress = NoProgress(settings.no_progress)
         return {"no_progress": self.no_progress}
 
@@ -98,22 +92,21 @@ class Trials(Extension, Hook):
         if not check.asks(step, lambda: travelled(run.ring, run.world.least)) or not run.settle():
             return
         found = self._race()
-        was_tried = self.updates > before
-        check.tried(step, is_tried=was_tried or found is not None)
+        is_tried = self.updates > before
+        check.tried(step, is_tried=is_tried)
         if found is None:
-            if was_tried:
+            if is_tried:
                 run.controls.note()
             return
-        since, cut, tried = found
+        since, rate, tried = found
         checks.require_recovery(step, step)
         if checks.episode.is_open:
             run.ring.keep_reference(step)
         anomaly = Anomaly(Signal.NO_PROGRESS, step, run.clock.tick, since, check.evidence)
         run.keeper.distrust(since)
-        decision = Decision((Action("rewind"), cut), rung=OUTSIDE)
-        is_rate = cut.remedy == "lower_lr"
-        diagnosis = by_signal(anomaly) if is_rate else Diagnosis(Cause.OPTIMIZER, fact("decays_fast"))
-        incident = replace(run.incident_log.open(anomaly, diagnosis, decision), tried=tried)
+        actions = Action("rewind"), Action("lower_lr", {"factor": rate, "lasting": True})
+        decision = Decision(actions, rung=OUTSIDE)
+        incident = replace(run.incident_log.open(anomaly, by_signal(anomaly), decision), tried=tried)
         run.recovery.carry_out(incident, (0, 0), started)
 
     def left(self) -> int:
@@ -130,7 +123,7 @@ class Trials(Extension, Hook):
         known = state or {"updates": 0, "in_vain": False}
         self.updates, self.raced_in_vain = int(known["updates"]), bool(known["in_vain"])
 
-    def _race(self) -> tuple[int, Action, tuple[Tried, ...]] | None:
+    def _race(self) -> tuple[int, float, tuple[Tried, ...]] | None:
         """Try lower rates from the oldest verified state: does one overtake the run, with half its updates or fewer?
 
         Cut at the present state, a rate looks better for a while even where it was right; in this comparison it looks
@@ -144,9 +137,6 @@ class Trials(Extension, Hook):
         if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(0, 2 * JUDGED):
             return None
         since = verified[-1]
-        decay = max(float(group.get("weight_decay") or 0.0) for group in parts.updater.groups())
-        if decay >= _STRONG_DECAY and shrunk_since(parts.ring, since, parts.world.least) < _VANISHED:
-            return since.step, Action("lower_decay", {"factor": 0.0}), ()
         highest, *rates = parts.policy.rates
         with suppress(TrialStopped), self._trial():
             now, arms, control = self._begin(), list[Arm](), None
@@ -165,7 +155,8 @@ class Trials(Extension, Hook):
             winners = [arm for arm in arms if control is not None and beats(arm, control, now, first)]
             nearest = min(arms, key=lambda arm: arm.loss)
             longer = min(step - since.step, left - self._cost - cost_of(0, JUDGED))
-            if not winners and longer > steps and is_near(nearest, now, first):
+            is_near = nearest.loss <= now.loss + _BEHIND * max(0.0, first - now.loss)
+            if not winners and longer > steps and is_near:
                 grown = self._run(nearest.rate, longer, since)
                 arms[arms.index(nearest)] = grown
                 winners = [grown] if is_ahead(grown, now, first) else []
@@ -173,16 +164,11 @@ class Trials(Extension, Hook):
                 won = best_of(sorted(winners, key=lambda arm: -arm.rate))
                 shown = [now, *arms] if control is None else [now, *arms, control]
                 tried = tuple(Tried(one.rate, one.since, one.anomalies, one.loss, one is won) for one in shown)
-                return since.step, Action("lower_lr", {"factor": won.rate, "lasting": True}), tried
+                return since.step, won.rate, tried
             # Arms that were as short as the run is young have not shown all: look again later.
             if steps >= _LONGEST_RACE or learns(now, first):
                 self.raced_in_vain = True
-                log.debug(
-                    "%s; lower rates were tried, and the current one is fine: x%.3g came to %.4g, where the run is at "
-                    "%.4g; that took %s, not part of the run's",
-                    *(say(self.no_progress.evidence), nearest.rate, nearest.loss, now.loss),
-                    counted(self._cost, "update"),
-                )
+                log.debug("%s; lower rates did no better", say(self.no_progress.evidence))
         return None  # it was stopped, or in vain
 
     @contextmanager
@@ -202,13 +188,9 @@ class Trials(Extension, Hook):
         finally:
             self.updates += self._cost
             attributes.set(self._attributes)
-            self._go_back()
+            ring.load(state)
             for group, rate in zip(parts.updater.groups(), rates, strict=True):
                 group["lr"] = rate
-
-    def _go_back(self, snapshot: Snapshot | None = None) -> None:
-        """Go back to where the trial began, or to a snapshot."""
-        self._parts.ring.load(self._state if snapshot is None else snapshot.parts)
 
     @property
     def _cost(self) -> int:
@@ -239,7 +221,7 @@ class Trials(Extension, Hook):
     def _run(self, rate: float, steps: int, since: Snapshot | None = None) -> Arm:
         """Make `steps` updates with a multiple of the rate, from the state at hand, or from that of a snapshot."""
         parts = self._parts
-        self._go_back(since)
+        parts.ring.load(self._state if since is None else since.parts)
         self._parts.backend.attributes.set(self._attributes)
         before = self._parts.controls.effects.state_dict()
         try:
@@ -319,7 +301,7 @@ class Trials(Extension, Hook):
                 for batch in batches:
                     loss, _ = made_by.objective(made_by.bare, parts.world.on_device(batch))
                     if is_sharded:  # only a backward makes every rank drop the weights of the others again
-                        made_by.anomaly_mode.backward(loss)
+                        made_by.backward(loss)
                         parts.updater.drop_gradients()
                     made.append(loss.detach().float())
                     del loss
@@ -357,15 +339,3 @@ def travelled(ring: Ring, agree: Callable[[float], float]) -> float:
         norm += _square(now)
     share = _USUAL_INTERVAL / (ring.snapshots[-1].step - ring.snapshots[-2].step)
     return agree((share * moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
-
-
-def shrunk_since(ring: Ring, since: Snapshot, agree: Callable[[float], float]) -> float:
-    """Return the norm of the matrices as a share of that in an older snapshot: the most of all ranks."""
-    ring.copier.wait()
-    older, now, was = since.parts["weights"], 0.0, 0.0
-    for name, weight in ring.snapshots[-1].parts["weights"].items():
-        is_matrix = len(weight.shape) > 1 and weight.dtype.is_floating_point  # those of norms begin at 1
-        if name in older and is_matrix:
-            now += _square(local_part(weight))
-            was += _square(local_part(older[name]))
-    return -agree(-((now / was) ** 0.5) if was else 0.0) or 1.0  # 0: no part of any

@@ -97,7 +97,6 @@ class NoProgress(Check):
 JUDGED = 16  # later updates whose losses are compared
 _NOISE = 2.0  # standard errors of a mean difference
 _NEARLY_ALL, _ENOUGH = 15 / 16, 8  # of the losses that are compared, and so many at least
-_BEHIND = 0.4  # of the way that the run has come: an arm had half of the updates or fewer
 _FAR = 0.4  # of the loss: at the same age, noise and a falling rate explain less
 _LEARNED = 0.1  # of the first loss
 _LEAST_GAIN = 0.01  # of the loss: less is no reason to change anything
@@ -117,7 +116,7 @@ class Arm:
     def equals(self, other: Arm) -> bool:
         """Whether it has the losses of another. If not after the same updates, the program keeps state of its own."""
         pairs = zip(self.losses, other.losses, strict=True)
-        return all(isclose(one, two, rel_tol=1e-6) or (one != one and two != two) for one, two in pairs)
+        return all(isclose(one, two, rel_tol=1e-6) for one, two in pairs)
 
 
 def best_of(arms: Sequence[Arm]) -> Arm:
@@ -150,11 +149,6 @@ def learns(arm: Arm, first: float) -> bool:
 def cost_of(updates: int, forwards: int) -> int:
     """Return what a trial costs, in updates: a forward costs about a third of one."""
     return updates + ceil(forwards / 3)
-
-
-def is_near(arm: Arm, now: Arm, first: float) -> bool:
-    """Say whether an arm came most of the way from the `first` loss that the run has come."""
-    return arm.loss <= now.loss + _BEHIND * max(0.0, first - now.loss)
 
 
 def is_lower(arm: Arm, other: Arm, share: float = _LEAST_GAIN) -> bool:

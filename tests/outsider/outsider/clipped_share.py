@@ -42,5 +42,5 @@ class ClippedShare(Check):
 class ClippedShares(Extension):
     settings = {"clipped_share": Settings}
 
-    def checks(self, settings, level):
+    def checks(self, settings):
         return {"clipped_share": ClippedShare(settings.clipped_share)}
