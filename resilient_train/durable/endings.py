@@ -14,7 +14,6 @@ from typing import Any
 
 from resilient_train.durable.journal import commit_json
 from resilient_train.durable.lock import holder_of
-from resilient_train.durable.progress import PROGRESS
 from resilient_train.ground import files
 from resilient_train.ground.errors import GaveUp, Stopped, TrainError, short_message
 from resilient_train.ground.files import read_json, read_yaml
@@ -28,37 +27,12 @@ DEMOTED_END = ".demoted"  # of the name of a checkpoint: an incident began befor
 LAUNCH = ".launch"  # names what may restart the newest process of a run
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
-    steps: int | None = None  # planned
-    resumes: bool = False  # the same program resumes; otherwise it starts a new run in the next directory
-    given: Mapping[str, Any] = field(default_factory=dict)  # to the guard; for a person to read
-    is_trainers: bool = False  # which writes checkpoints of its own
-
-    def write(self, run_dir: Path) -> None:
-        commit_json(run_dir / LOOP, asdict(self))
-
-
-def loop_of(run_dir: Path) -> Loop | None:
-    """Read loop.json; None if there is none, or if it is damaged."""
-    try:
-        return Loop(**read_json(run_dir / LOOP))
-    except TypeError:
-        return None
-
-
 def settings_of(run_dir: Path) -> Mapping[str, Any]:
-    """Read the settings of a run of the command, the node `run` of its configuration; none if that is damaged."""
-    match read_yaml(run_dir / CONFIG):
-        case {"run": dict(settings)}:
+    """Read the node `run` of a configuration, or what a loop gave to its guard; nothing if that is damaged."""
+    match read_yaml(run_dir / CONFIG), read_json(run_dir / LOOP):
+        case ({"run": dict(settings)}, _) | (_, dict(settings)):
             return settings
     return {}
-
-
-def resumes(run_dir: Path) -> bool:
-    """Say whether the same command, or program, resumes the run; otherwise it starts a new one in a sibling."""
-    loop = loop_of(run_dir)
-    return settings_of(run_dir).get("resume") != "never" if loop is None else loop.resumes
 
 
 def is_run(run_dir: Path) -> bool:
@@ -151,14 +125,6 @@ def facts_of(run_dir: Path) -> RunFacts:
         refusal=read_ending(run_dir, REFUSED) or {},
         is_run=is_run(run_dir),
     )
-
-
-def last_sign_ms(run_dir: Path) -> int | None:
-    """Return when a run that is over last wrote how it stands, in ms since 1970."""
-    for name in (SUMMARY, PROGRESS):
-        with suppress(OSError):
-            return (run_dir / name).stat().st_mtime_ns // 1_000_000
-    return None
 
 
 _QUIET = 50  # updates without what came back, after which it is over

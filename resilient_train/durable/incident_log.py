@@ -39,13 +39,12 @@ class IncidentLog(RunHistory):
         self.ongoing = 0  # number of the incident that healthy updates do not close: checkpoints cannot be saved
         self._anomalous_step = 0  # the newest that an observed incident has counted
         # The process ended before it did what was decided.
-        undone = [one for one in self.open_incidents if self.chapters[one.id].treated_ms is None]
+        undone = [one for one in self.open_incidents if one.id not in self.treated]
         self.adopt(replace(one, decision=replace(one.decision, actions=())) for one in undone)
         self._list = None
         if directory is not None:  # what a kill or a full disk has left out of the list, the journal has
             self._list = LineFile(directory / INCIDENTS, "the lines that it lacks are written later")
-            over = [one for one in self.chapters.values() if one.closed_ms is not None]
-            lines = [_line(one.incident) for one in sorted(over, key=lambda one: one.closed_ms or 0)]
+            lines = [_line(one) for one in self.incidents if one.outcome is not None]
             with self._list.attempts.attempt():
                 commit(self._list.path, lines)
 
@@ -59,7 +58,7 @@ class IncidentLog(RunHistory):
 
     @property
     def next_id(self) -> int:
-        return next(reversed(self.chapters), 0) + 1
+        return next(reversed(self.by_id), 0) + 1
 
     def tally(self) -> dict[str, Any]:
         by_cause = Counter(str(one.diagnosis.cause) for one in self.incidents)
@@ -102,7 +101,7 @@ class IncidentLog(RunHistory):
         for entry in self._journal.entries if self._journal is not None else ():
             with suppress(ValueError):  # about an incident that cannot be read
                 history.recall(entry)
-            if number in history.chapters:
+            if number in history.by_id:
                 break
         return history.effects
 

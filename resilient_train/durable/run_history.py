@@ -6,7 +6,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -14,42 +14,35 @@ from typing import Any
 from resilient_train.durable.journal import JOURNAL, Entry, plain, read
 from resilient_train.ground.reader import hints
 from resilient_train.ground.secrets import masked_tree
-from resilient_train.ground.types import Action, Anomaly, Decision, Diagnosis, Facts, Incident, fact
+from resilient_train.ground.types import Action, Anomaly, Decision, Diagnosis, Incident
 from resilient_train.ground.wording import known_of, say
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"  # kinds of entries
 AGAIN = "incident_again"  # an update more that an incident counts
 
 
-@dataclass(frozen=True, slots=True)
-class Chapter:
-    incident: Incident
-    opened_ms: int  # since 1970
-    treated_ms: int | None = None  # None while something is being done about it
-    closed_ms: int | None = None  # None until the outcome is known
-
-
 class RunHistory:
     """Folds the entries of a journal."""
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self.chapters: dict[int, Chapter] = {}  # by the number of the incident
+        self.by_id: dict[int, Incident] = {}
         self.open_by_id: dict[int, Incident] = {}  # those without an outcome
+        self.treated: set[int] = set()  # the numbers of those about which something was done
         self.effects: dict[str, Any] = {}  # of remedies, as they were noted last
         self.has_saved = False  # a checkpoint was ever committed
         self.sources: set[str] = set()  # paths that the user told the run to resume from
         self.data_sample: Mapping[str, Any] | None = None  # rows of the data set, to notice that it changed
-        self.drills: dict[int, Facts] = {}  # that have fired, by their numbers
+        self.drills: set[int] = set()  # the numbers of those that have fired
         # By tick, which no two processes end at: the samples in use when one ended.
         self._endings: dict[int, tuple[int, int]] = {}
         for entry in entries:
             with suppress(ValueError):  # about an incident of another version
                 self.recall(entry)
-        self.chapters = dict(sorted(self.chapters.items()))
+        self.by_id = dict(sorted(self.by_id.items()))
 
     @property
     def incidents(self) -> list[Incident]:
-        return [chapter.incident for chapter in self.chapters.values()]
+        return list(self.by_id.values())
 
     def recall(self, entry: Entry) -> None:
         """Take in an entry. Raises ValueError if it is about an incident that cannot be read."""
@@ -59,9 +52,9 @@ class RunHistory:
             case {"kind": "incident_opened" | "incident_treated" | "incident_closed" as kind, "at": int(at)}:
                 self._recall_incident(kind, entry.get("incident"), at)
             case {"kind": "incident_again", "number": int(number), "at_update": [int(tick), int(step)]}:
-                if (known := self.chapters.get(number)) is not None:
-                    again = (*known.incident.again, (tick, step))
-                    self._keep(replace(known, incident=replace(known.incident, again=again, further=len(again))))
+                if (known := self.by_id.get(number)) is not None:
+                    again = (*known.again, (tick, step))
+                    self._keep(replace(known, again=again, further=len(again)))
             case {"kind": "checkpoint_saved"}:
                 self.has_saved = True
             case {"kind": "process_ended", "tick": int(tick), "start": int(start), "stop": int(stop)}:
@@ -70,8 +63,8 @@ class RunHistory:
                 self.data_sample = sample
             case {"kind": "taken_up_from", "source": str(source)}:
                 self.sources.add(source)
-            case {"kind": "drill_fired", "drill": int(number), "name": str(fault), "tick": int(tick)}:
-                self.drills[number] = fact("fired", name=fault, tick=tick)
+            case {"kind": "drill_fired", "drill": int(number)}:
+                self.drills.add(number)
 
     def _add(self, added: Mapping[str, list[Any]], **whole: Any) -> None:
         """Add what `Effects.changes` returned."""
@@ -87,16 +80,13 @@ class RunHistory:
 
     def _recall_incident(self, kind: str, line: Any, at: int) -> None:
         incident = line if isinstance(line, Incident) else from_line(line)
-        chapter = replace(self.chapters.get(incident.id, Chapter(incident, at)), incident=incident)
-        if kind == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
-            chapter = replace(chapter, treated_ms=at)
-        elif kind == CLOSED:
-            chapter = replace(chapter, closed_ms=at)
-        self._keep(chapter)
+        if kind == TREATED:
+            self.treated.add(incident.id)
+        known = self.by_id.get(incident.id)
+        self._keep(replace(incident, at=known.at if known is not None else at))
 
-    def _keep(self, chapter: Chapter) -> None:
-        incident = chapter.incident
-        self.chapters[incident.id] = chapter
+    def _keep(self, incident: Incident) -> None:
+        self.by_id[incident.id] = incident
         if incident.outcome is None:
             self.open_by_id[incident.id] = incident
         else:
@@ -105,7 +95,7 @@ class RunHistory:
     def adopt(self, incidents: Iterable[Incident]) -> None:
         """Take in what happened to incidents without noting it: a rank without a journal takes those of rank 0."""
         for one in incidents:
-            self._keep(replace(self.chapters.get(one.id, Chapter(one, 0)), incident=one))
+            self._keep(one)
 
 
 def history_of(run_dir: Path) -> RunHistory:

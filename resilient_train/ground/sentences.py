@@ -33,7 +33,7 @@ INCIDENT = {
     "printed": f"! incident {{id}}, {_SIGN}\n{_BODY}",
     "block": f"""\
 incident {{id}}, {_SIGN}
-  at {{opened:time}}, tick {{tick}}
+  at {{at:time}}, tick {{tick}}
 {_BODY}
 <  what failed of it: {{symptom:culprit}}>
   {{inputs:lines}}
@@ -48,7 +48,7 @@ gave up at {_SIGN}
 <  what to try next: {{advice:sentences}}>""",
     "outcome": f"incident {{id}}: {_OUTCOME}",
     "further": "step {now}: incident {id}; the same fault {further:more time}",
-    "line": f"incident {{id}}<, {{opened:day}}>, {_SIGN}; {_CAUSE}; {_DONE}<!gave_up?; {{outcome:outcome}}>",
+    "line": f"incident {{id}}<, {{at:day}}>, {_SIGN}; {_CAUSE}; {_DONE}<!gave_up?; {{outcome:outcome}}>",
 }
 
 PARTS = {
@@ -57,7 +57,6 @@ PARTS = {
     "got": "{op} got {values:pairs}",
     "arm": "  <lowered?learning rate x{rate}><!lowered?as it is><rewound? from step {since}>: later loss {loss:.4g}, {anomalies:update} refused<won?, chosen>",
     "nothing_done": "nothing was done",
-    "being_handled": "being handled",
     "not_saved": "no state could be saved from then on",
     "recurred_to_the_end": "it recurred until the end, and no remedy was enough",
     "loss_not_back": "the loss did not return to where it was",
@@ -68,7 +67,7 @@ PARTS = {
 
 # A run: is it all right? Values: `story.about`.
 _WHERE = "<state=completed?{step:step}><state=ended?left without guard.close() ><state=closed?closed ><!state=completed?at step {step}><!state=completed? of {steps}>"
-_COSTS = "<!total?no incidents><total?{total:incident} ({causes:counts})><, {others:counts}><, {more:more update} skipped for the same reason><quiet?, no repeat since>.< {undone} of {tick:update} refused or undone.>"
+_COSTS = "<!total?no incidents><total?{total:incident} ({causes:counts})><, {others:counts}>.< {undone} of {tick:update} refused or undone.>"
 _RESULTS = "< {accepted:change} taken as on purpose.><state=completed? Recent loss {final_loss:.4g}.><state=completed? Evaluation: {eval:pairs}.>"
 DETAILS = f"{_WHERE}<: {{because}}>; {_COSTS}{_RESULTS}"
 _ODD = "The evaluation is not finite ({odd:pairs})"
@@ -117,13 +116,11 @@ ACTIVE = {
 PATCHED = "patched: `{op}`, `{file}:{line:id}`"
 # What is left of a run, in order.
 LEFT = {
-    "drills": "drills: {drills}; faults on purpose need no change",
     "active": "still active<over? at the end>: {active}",
     "weights": "weights: {weights}",
     "best": "best evaluation: {best:checkpoint}",
     "last_good": "last good checkpoint: {last_good:checkpoint}",
     "newest": "newest checkpoint: {newest:checkpoint}",
-    "next": "the same command {next:say}",
 }
 
 RUN = {
@@ -132,22 +129,15 @@ RUN = {
     "axis": "the axis Step of the charts is the tick: attempted updates, lost ones included",
     "checkpoint": "{path} (step {step}<, {metrics:pairs}><kind=candidate?, not yet verified>)",
     "asked": "{advice:sentences}<several? ({incident:incident})>",
-    "fired": "{name}< at tick {tick}>",
     "to_do": "to do: {what}",
     "more": "{count} more",
     "unwritten": "{verdict}: {steps:step}, {total:incident}; with run_dir there is a review, and a way to resume",
     "completed": "completed {steps:step}; this process took {seconds:duration}",
     "running": " Running, {process}.",
     "older": "{count:incident} before these",
-    "then": "< {things:thing} to change.>< Running, {process}.>< The same command {next:say}.>",
+    "then": "< {things:thing} to change.>< Running, {process}.>",
     # What the same command does.
     "resumes": "the same command< with {how}> resumes",
-    "trainer_resumes": "starts again; the trainer resumes by `resume_from_checkpoint=True`, Lightning's by `ckpt_path`",
-    "resumes_from": "resumes from step {step}",
-    "starts_over": "begins at step 0 again",
-    "starts_new": "starts a new run in the next free directory<how?; with {how} this one {onward:say}>",
-    "is_complete": "says that it is complete; with more steps planned it resumes",
-    "gives_up_again": "says so again at once and ends with 3; with a changed configuration it {onward:say}",
     "to_see": "to see it, start (it answers after half a minute)\n  {command}",
     "open": "<served?and><!served?to see it,> open\n  {url}",
 }

@@ -243,6 +243,7 @@ class Incident:
     further: int = 0  # anomalous updates that followed, and were observed or skipped like the first one
     again: tuple[tuple[int, int], ...] = ()  # tick and step of those that were skipped
     tried: tuple[Tried, ...] = ()  # the arms of its trial, if there was one
+    at: int = field(default=0, compare=False)  # when it was opened, in ms since 1970, as far as that is known
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -471,7 +471,7 @@ class Guard(EngineGuard):
         if planned is None and last < sys.maxsize:
             planned = last if self.steps is None else self.steps
         settings = self._settings if planned is None else {"steps": planned, **self._settings}
-        self.reporter.begin(planned, settings, is_trainers=self.samples.is_fed)
+        self.reporter.begin(planned, settings)
         if self.attempted_step >= last and not self.stopped:
             what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
             log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)

@@ -10,23 +10,24 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from resilient_train.durable import endings
-from resilient_train.durable.endings import Status, Summary, resumes, status_of
+from resilient_train.durable.endings import Status, Summary, status_of
 from resilient_train.durable.journal import JOURNAL, read
 from resilient_train.durable.manifest import VERIFIED, Entry, entries_of
 from resilient_train.durable.progress import position_of
-from resilient_train.durable.run_history import Chapter, RunHistory
+from resilient_train.durable.run_history import RunHistory
 from resilient_train.ground import wording
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.files import read_json
 from resilient_train.ground.sentences import ACTIVE, DETAILS, LEFT, PATCHED, VERDICTS, Verdict
 from resilient_train.ground.types import Cause, Facts, Incident, Outcome, fact
-from resilient_train.ground.wording import fill, lines_of, say
+from resilient_train.ground.wording import fill, say
 from resilient_train.report.connection import SCHEMELESS
 
 _OVER = (Outcome.RECOVERED, Outcome.RECURRED)
@@ -36,7 +37,8 @@ _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this
 @dataclass(frozen=True, kw_only=True)
 class Story(Status):
     directory: Path  # absolute
-    chapters: tuple[Chapter, ...]  # in the order they were met
+    incidents: tuple[Incident, ...]  # in the order they were met
+    treated: AbstractSet[int] = frozenset()  # the numbers of those about which something was done
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
     steps: int | None = None  # planned
@@ -44,13 +46,6 @@ class Story(Status):
     newest: Entry | None = None  # that a resume would load: the same, or a later candidate
     best: Mapping[str, Any] | None = None  # the path and step of verified weights, and the metrics of their evaluation
     remedies: Mapping[str, Any] = field(default_factory=dict)  # active, as they were last written down
-    drills: Sequence[Facts] = ()  # that have fired
-    loop: endings.Loop | None = None  # of the caller; None for a run of the command
-    resumes: bool = True  # by the same command, which otherwise starts a new run
-
-    @property
-    def incidents(self) -> tuple[Incident, ...]:
-        return tuple(chapter.incident for chapter in self.chapters)
 
     @property
     def advice(self) -> list[Advice]:
@@ -73,17 +68,17 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
         history = history or RunHistory(read(run_dir / JOURNAL))
     except OSError as error:
         raise TrainError(f"{run_dir / JOURNAL} cannot be read: {error.strerror or error}") from error
-    found = tuple(history.chapters.values())
-    loop, position = endings.loop_of(run_dir), position_of(run_dir)
+    found, position = tuple(history.incidents), position_of(run_dir)
     checkpoints = [one for one in entries_of(run_dir) if one.is_usable]
     newest = next(iter(checkpoints), None)
     step, tick = facts.summary.get("steps", position.step), facts.summary.get("ticks", position.tick)
-    planned = endings.settings_of(run_dir).get("steps") if loop is None else loop.steps
-    status = status_of(replace(facts, incidents=[one.incident for one in found], step=step))
+    planned = endings.settings_of(run_dir).get("steps")
+    status = status_of(replace(facts, incidents=found, step=step))
     return Story(
         **vars(status),
         directory=run_dir,
-        chapters=found,
+        incidents=found,
+        treated=history.treated,
         step=step,
         tick=max(tick, step),
         steps=planned if type(planned) is int else None,
@@ -91,9 +86,6 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
         newest=newest,
         best=_best_of(run_dir),
         remedies=history.effects_with(newest.manifest.effects if newest else {}),
-        drills=tuple(history.drills.values()),
-        loop=loop,
-        resumes=resumes(run_dir),
     )
 
 
@@ -120,27 +112,29 @@ def open_advice(incidents: Sequence[Incident]) -> list[Advice]:
     for one in incidents:
         if one.diagnosis.advice:
             groups.setdefault(_asks_about(one), []).append(one)
-    urgent = sorted(filter(_urgency, groups.values()), key=lambda group: (-_urgency(group), -len(group), -group[-1].id))
-    return [Advice(_facts(group), [one.id for one in group]) for group in urgent]
+    asking = [group for group in groups.values() if _is_unsolved(group) or _returns(group)]
+    asking.sort(key=lambda group: (_is_unsolved(group), group[-1].id), reverse=True)
+    return [Advice(_facts(group), [one.id for one in group]) for group in asking]
 
 
 def _asks_about(incident: Incident) -> object:
     diagnosis = incident.diagnosis
     if (culprit := diagnosis.culprit) is not None:
         return culprit.file, culprit.line, culprit.op
-    if diagnosis.suspects:
-        return "rows to look at"
-    return "bad rows" if diagnosis.rows else (diagnosis.cause, *(one["fact"] for one in diagnosis.advice))
+    if diagnosis.rows or diagnosis.suspects:
+        return "rows"
+    return diagnosis.cause, *(one["fact"] for one in diagnosis.advice)
 
 
-def _urgency(group: Sequence[Incident]) -> int:
-    """Return the place in the order of what some incidents ask for; 0 if they ask for nothing, as it is over."""
+def _is_unsolved(group: Sequence[Incident]) -> bool:
+    return any(one.outcome not in _OVER for one in group) or group[-1].outcome is Outcome.RECURRED
+
+
+def _returns(group: Sequence[Incident]) -> bool:
+    """Say whether what some incidents ask for may be met again though it is over."""
     last = group[-1]
-    if any(one.outcome not in _OVER for one in group) or last.outcome is Outcome.RECURRED:
-        return 3
-    if last.diagnosis.culprit is not None or last.diagnosis.rows:
-        return 2
-    return int(last.diagnosis.cause in _REPEATS or len(group) > 1 or last.further > 0 or last.is_accepted)
+    is_found = last.diagnosis.culprit is not None or bool(last.diagnosis.rows)
+    return is_found or last.diagnosis.cause in _REPEATS or len(group) > 1 or last.further > 0 or last.is_accepted
 
 
 def _facts(group: Sequence[Incident]) -> Facts:
@@ -157,11 +151,6 @@ WEIGHTS = "weights.safetensors"  # of a run that finished
 _MOST_ADVICE, _MOST_LEFT = 5, 4
 _NOT_OVER = (Outcome.UNRECOVERED, Outcome.GAVE_UP, Outcome.OBSERVED, None, Outcome.RECURRED)
 _FACTORS = ("lr", "clip", "decay")  # knobs that are 1 as configured; the others are 0
-
-
-def near(path: Path) -> str:
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
 
 
 def review(story: Story) -> list[str]:
@@ -192,10 +181,8 @@ def about(story: Story) -> dict[str, Any]:
     incidents, summary = story.incidents, story.summary
     outcomes = Counter(one.outcome for one in incidents)
     others = {one: outcomes[one] for one in _NOT_OVER if outcomes[one]}
-    more = 0 if others else sum(one.further for one in incidents)
     evaluation = summary.get("eval") or {}
     last = _last(story)
-    lost = sum(one.steps_lost for one in incidents)  # while it runs, of its newest updates the verdict is pending
     return {
         **summary,
         **(summary.get("best_level") or {}),
@@ -204,9 +191,8 @@ def about(story: Story) -> dict[str, Any]:
         "total": len(incidents),
         "causes": dict(Counter(str(one.diagnosis.cause) for one in incidents).most_common()),
         "others": others,
-        "more": more,
-        "quiet": not (others or more) and bool(incidents),
-        "undone": (story.tick - story.step if summary else lost) if incidents else 0,
+        # While it runs, the verdict on its newest updates is pending.
+        "undone": story.tick - story.step if summary and incidents else 0,
         "odd": {name: value for name, value in evaluation.items() if str(value) in ("nan", "inf", "-inf")},
         "eval": {name: value for name, value in evaluation.items() if value is not None} or None,
         "last": last and wording.about(last),
@@ -218,13 +204,6 @@ def _last(story: Story) -> Incident | None:
     if story.status == "unrecovered":
         return endings.unrecovered(story.incidents, story.step)
     return next((one for one in reversed(story.incidents) if one.outcome not in _OVER), None)
-
-
-def block(chapter: Chapter, how: str = "block") -> list[str]:
-    """Describe an incident in lines: as it was printed when it was met, with its times; the last one is its outcome."""
-    is_open = chapter.treated_ms is None and chapter.incident.outcome is None
-    handled = {"remedies": fact("being_handled")} if is_open else {}
-    return lines_of(chapter.incident, how, opened=chapter.opened_ms, **handled)
 
 
 def things_to_do(story: Story) -> list[str]:
@@ -241,17 +220,15 @@ def shortened(lines: Sequence[str], most: int) -> list[str]:
 
 
 def left(story: Story) -> list[str]:
-    """Name fired drills, what differs from the configuration, weights, and what the same command does, in lines."""
+    """Name what differs from the configuration, and weights and checkpoints, in lines."""
     weights = story.directory / WEIGHTS
     values = {
         "over": story.summary,
-        "drills": ", ".join(shortened([*map(say, story.drills)], _MOST_LEFT)),
         "active": "; ".join(shortened(active_remedies(story.remedies), _MOST_LEFT)),
         "weights": weights if story.is_complete and weights.is_file() else None,
         "best": story.best,
         "last_good": _named(story.last_good) if story.last_good != story.newest else None,
         "newest": _named(story.newest),
-        "next": next_start(story),
     }
     return [fill(words, values) for kind, words in LEFT.items() if values[kind]]
 
@@ -271,35 +248,13 @@ def active_remedies(remedies: Mapping[str, Any]) -> list[str]:
     return [fill(ACTIVE[name], knobs) for name in turned] + [fill(PATCHED, one) for one in remedies.get("armor", [])]
 
 
-def is_trainers(story: Story) -> bool:
-    return story.loop is not None and story.loop.is_trainers
-
-
-def next_start(story: Story) -> Facts:
-    """Return what happens if the same command or program is started again; nothing is said of one that is at work."""
-    if story.state == "running":
-        return ()
-    if is_trainers(story):
-        return fact("trainer_resumes")
-    onward = fact("starts_over") if story.newest is None else fact("resumes_from", step=story.newest.step)
-    if not story.resumes:
-        how = _resuming(story.directory) if story.loop is None else None
-        return fact("starts_new", how=how, onward=onward)
-    if story.is_complete:
-        return fact("is_complete")
-    return fact("gives_up_again", onward=onward) if story.status == "gave_up" and story.loop is None else onward
-
-
 def again(run_dir: Path) -> str:
-    return say(fact("resumes", how="" if resumes(run_dir) else _resuming(run_dir)))
-
-
-def _resuming(run_dir: Path) -> str:
-    return f"`run.resume=auto run.dir={shlex.quote(near(run_dir))}`"
+    is_new = endings.settings_of(run_dir).get("resume") == "never"
+    return say(fact("resumes", how=f"`run.resume=auto run.dir={shlex.quote(str(run_dir))}`" if is_new else ""))
 
 
 def command(verb: str, directory: Path) -> str:
-    return f"{program()} {verb} {shlex.quote(near(directory))}"
+    return f"{program()} {verb} {shlex.quote(str(directory))}"
 
 
 def program(name: str = "resilient-train", module: str = "resilient_train") -> str:

@@ -26,7 +26,8 @@ from resilient_train.durable.writer import Writer
 from resilient_train.ground import files
 from resilient_train.ground.reader import MemoryConfig
 from resilient_train.ground.types import Cause
-from resilient_train.report.story import block, read_story, review
+from resilient_train.ground.wording import lines_of
+from resilient_train.report.story import read_story, review
 
 BATCH, STEPS = 8, 390
 # The updates in which something goes wrong: rows that are not finite, that raise, that a line cannot take, that are far
@@ -200,7 +201,7 @@ def whole(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_fault_is_said_as_it_was(whole: Path) -> None:
     """Evidence and advice, but for figures, lines and times, which depend on the machine and on this file."""
     story = read_story(whole / "run")
-    lines = [*review(story), *(line for chapter in story.chapters for line in ["", *block(chapter)])]
+    lines = [*review(story), *(line for one in story.incidents for line in ["", *lines_of(one, "block")])]
     said = "\n".join(lines).replace(str(whole), "").replace(str(Path(__file__).parent), "")
     for pattern, instead in (
         (r"\d[\d-]+ [\d:]{8},", "TIME,"),

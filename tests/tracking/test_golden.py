@@ -116,7 +116,6 @@ STORIES: dict[str, tuple[Sequence[Incident], dict[str, Any] | None]] = {
         ],
         {},
     ),
-    "drill": ([incident(at) for at in (1, 2, 3)], {}),
     "process": (
         [
             of(signal, Cause.PROCESS, Action(remedy), rewound_to=to, outcome=outcome)
@@ -156,10 +155,8 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
     place.mkdir(parents=True)
     effects = EFFECTS if len(met) > 5 else {"knobs": Knobs().state_dict()}
     (place / "manifest.json").write_bytes(sealed(replace(manifest(250, {}, tick=300), effects=effects)))
-    (run_dir / "loop.json").write_text(json.dumps({"steps": 300, "resumes": True}))
+    (run_dir / "loop.json").write_text(json.dumps({"steps": 300}))
     book = IncidentLog(run_dir)
-    for number, tick in enumerate((0, 160, 1_060) if run_dir.name == "drill" else ()):
-        book.note_drill_fired(number, "nan_grad" if tick else "bad_row", tick)
     for number, one in enumerate(met, start=1):
         opened = replace(one, id=number, outcome=None)
         book.add(opened)
