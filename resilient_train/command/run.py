@@ -223,7 +223,6 @@ class _Session:
         resume = Resume(
             None if settings.resume in ("auto", "never") else Path(settings.resume),
             tuple(directory.changes),
-            fresh="run.resume=never",
         )
         watchdog = Watchdog(  # from before the first line of user code
             {Phase.START: settings.start_timeout, Phase.STEP: settings.step_timeout, Phase.SAVE: settings.save_timeout},

@@ -162,8 +162,7 @@ class Status:
 
     def written(self) -> dict[str, Any]:
         """Return its fields of summary.json."""
-        fared = "well" if self.status == "clean" else self.status
-        verdict = fared if self.state == "completed" else self.state
+        verdict = self.status if self.state == "completed" else self.state
         return {"status": self.state, "exit_code": self.exit_code, "verdict": verdict, "why": self.why or None}
 
     @property
@@ -213,12 +212,10 @@ def _state(run: RunFacts) -> str:
 
 def _status(run: RunFacts, state: str) -> str:
     is_complete, verdict, incidents = state == "completed", run.summary.get("verdict"), run.incidents
-    if state == "killed":
-        return "failed"
-    if state in ("failed", "gave_up", "preempted"):
+    if state in ("killed", "failed", "gave_up", "preempted"):
         return state
     if is_complete and verdict in _VERDICTS:
-        return "clean" if verdict == "well" else str(verdict)
+        return str(verdict)
     is_clean = all(one.is_accepted for one in incidents)
     if not is_clean:
         if incidents[-1].outcome is Outcome.GAVE_UP and not is_complete:
@@ -232,7 +229,7 @@ def _status(run: RunFacts, state: str) -> str:
     if is_complete and run.is_stalled:
         return "no_progress"
     if is_clean:
-        return "clean"
+        return "well"
     is_open = any(one.outcome is None for one in incidents)
     return "recovering" if is_open and not is_complete else "recovered"
 

@@ -9,9 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
-from resilient_train import __version__
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.tree import put_together, taken_apart
 from resilient_train.durable.incident_log import IncidentLog
@@ -24,7 +21,7 @@ from resilient_train.durable.writer import Job, Writer
 from resilient_train.ground.errors import in_one_line, unusable
 from resilient_train.ground.files import at_disk
 from resilient_train.ground.reader import DiskConfig
-from resilient_train.ground.types import Action, Anomaly, Decision, ProcessIncident, Signal, by_signal, fact
+from resilient_train.ground.types import Action, Anomaly, Decision, Outcome, ProcessIncident, Signal, by_signal, fact
 from resilient_train.ground.wording import IN_FILE_ONLY, log
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -58,24 +55,20 @@ class CheckpointKeeper:
         self._due_at_once = (-config.every, 0)  # in place of one that was demoted, or a candidate
         self.is_verified = True  # the state that the run was resumed from
         self._is_failing = False
-        self._saving_incident = 0  # number of the newest one about checkpoints that cannot be saved
 
     def check(self) -> None:
-        """Raise ConfigError on all ranks, each of which calls this, if something could never be saved."""
-        parts = self._parts.state.live()
-        parts |= {f"remembered.{name}": item.state_dict() for name, item in self.resumption.remembered.items()}
-        mine: dict[str, str] = {}
-        for name, part in parts.items() if self._writes else ():
-            try:
-                SerializedTree(put_together(*taken_apart(part), lambda local, sharding: local))
-            except Exception as error:
-                called = f"keep({name.removeprefix('kept.')}=...)" if name.startswith("kept.") else name
-                mine[called] = f"its state cannot be saved: {in_one_line(error)}"
-        for found in self._parts.world.all_of(mine):
-            for name, why in found.items():
-                if self._config.every:
-                    raise unusable(name, why)
-                log.warning("%s: %s", name, why)
+        """Raise ConfigError on all ranks, each of which calls this, if a state could never be saved."""
+        if self._config.every and (why := self._parts.world.on_main(self._unfit)):
+            raise unusable("checkpoint.disk.every", f"the state of the run cannot be saved: {why}")
+
+    def _unfit(self) -> str:
+        remembered = {name: item.state_dict() for name, item in self.resumption.remembered.items()}
+        try:
+            tree = {**self._parts.state.live(), "remembered": remembered}
+            SerializedTree(put_together(*taken_apart(tree), lambda local, sharding: local))
+        except Exception as error:
+            return in_one_line(error)
+        return ""
 
     @property
     def saving_since(self) -> float | None:
@@ -123,24 +116,24 @@ class CheckpointKeeper:
         except OSError as error:
             log.error("checkpoints that may contain damage could not be demoted: %s", error.strerror)
 
-    def note_incident(self, seen: ProcessIncident, *, effects: Mapping[str, Any] | None = None) -> int:
+    def note_incident(self, seen: ProcessIncident, *, effects: Mapping[str, Any] | None = None) -> None:
         """Write down an incident of the process, not of the training, about which something was done already."""
         tick = self._parts.clock.tick
         anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence)
         known = by_signal(anomaly)
         diagnosis = replace(known, advice=seen.advice or known.advice, rows=seen.rows)
-        return self.incident_log.report(
+        self.incident_log.report(
             anomaly,
             diagnosis,
             Decision((Action(seen.remedy),)),
             effects=effects,
             rewound_to=seen.rewound_to,
             steps_lost=seen.steps_lost,
-        ).id
+        )
 
     def run_completed(self) -> None:
         """Close the incident about checkpoints that cannot be saved: otherwise a success does."""
-        self.incident_log.close_ongoing(self._saving_incident)
+        self.incident_log.close_saving(Outcome.UNRECOVERED if self._is_failing else Outcome.RECOVERED)
 
     # When a run ends. The newest verified snapshot is written unless a checkpoint as new is there.
 
@@ -286,7 +279,6 @@ class CheckpointKeeper:
                 tick=tick,
                 samples=parts.samples.slicing.samples,
                 each=self.resumption.samples_per_process,
-                made_by=f"resilient_train {__version__}, torch {torch.__version__}",
                 effects=dict(snapshot.effects),
                 groups=self.resumption.configured,
                 files={},
@@ -314,15 +306,14 @@ class CheckpointKeeper:
     def _note_outcome(self, job: Job) -> None:
         step, was_failing = job.step, self._is_failing
         self._is_failing = job.error is not None
-        if job.error is None and was_failing:
-            log.info("checkpoints are saved again: step %d", step)
-            self.incident_log.ongoing = 0
-        elif job.error is not None and not was_failing:
+        if job.error is None:
+            self.incident_log.close_saving(Outcome.RECOVERED)
+        elif not was_failing:
             is_full = getattr(job.error, "errno", None) in _NO_ROOM
             why = getattr(job.error, "strerror", None) or in_one_line(job.error)
             signal = Signal.DISK_FULL if is_full else Signal.CHECKPOINT_FAILED
             found = ProcessIncident(signal, step, step, fact("not_written", step=step, why=why), "try_again")
-            self._saving_incident = self.incident_log.ongoing = self.note_incident(found)
+            self.note_incident(found)
             if not is_full:
                 log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ _SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # keys that d
 class Resume:
     source: Path | None = None  # a run or checkpoint that the user named, instead of the run's newest checkpoint
     changed: tuple[str, ...] = ()  # keys of the configuration with another value than before
-    fresh: str = "resume=False, or another run_dir,"  # what starts a new run
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,9 @@ class Resumption:
             log.warning("%s: the run begins at step 0 again", why)
         elif entry is None and (history.has_saved or damaged):
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
-            what = f"no usable checkpoint in {self.store.path}: {why}"
-            raise TrainError(f"cannot resume: {what}. {self.how.fresh} starts a new run")
+            what = f"no usable checkpoint in {self.store.path}: {why}. run.resume=never (resume=False) starts a new run"
+            changed = [key for key in self.how.changed if key.startswith(_SHAPES)]
+            raise unusable(changed[0], what) if changed else TrainError(f"cannot resume: {what}")
         manifest = entry.manifest if entry is not None else NO_MANIFEST
         step = entry.step if entry else self.parts.clock.step  # 0, or what a trainer has made by its own checkpoint
         found = incidents_of_damage(damaged, step)
@@ -104,11 +104,7 @@ class Resumption:
             times = history.note_process_end(last.tick, last.start, last.stop)
             skipped = (last.start, last.stop) if times >= crashes else None
         if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
-            tick = manifest.tick
-            # Attempts without a verdict are lost, too; what was refused or undone before is in those incidents.
-            counted = sum(one.steps_lost for one in incidents if one.anomaly.tick > tick)
-            lost = last.tick - tick - counted if tick or not step else last.step - step
-            found.append(self._crash(step, max(0, lost), skipped, incidents))
+            found.append(self._crash(step, skipped))
         return ResumePlan(
             path=entry.path if entry else None,
             tick=last.tick,
@@ -147,14 +143,9 @@ class Resumption:
         live, samples, each = parts.state.live(), parts.samples.slicing.samples, self.samples_per_process
         saved = Store.load(entry, parts.world.device, live["weights"])
         why = explain_mismatch(live, saved.parts)
-        changed = [key for key in _SHAPES if any(one.startswith(key) for one in self.how.changed)]
         is_resized = manifest.each == each and not manifest.samples % each  # other number of processes
-        if not why and manifest.samples != samples and not is_resized:
+        if manifest.samples != samples and not is_resized:
             why = f"an update had {manifest.samples} samples, and now has {samples}"
-            if not changed:
-                raise TrainError(f"cannot resume from {entry.path}: {why}")
-        if why and changed:
-            raise unusable(changed[0], f"{entry.path} does not fit it as it is now: {why}")
         if why:
             raise Damaged(f"does not fit this run: {why}")
         return saved
@@ -162,7 +153,7 @@ class Resumption:
     def load(self, entry: Entry, *, resuming: bool) -> None:
         """Load a checkpoint into the run; if `resuming`, also what does not rewind."""
         run, manifest, saved = self.parts, entry.manifest, self._read(entry)
-        made, parts = f"{entry.path}, written by {manifest.made_by}", _resharded(run.state, saved.parts)
+        parts = _resharded(run.state, saved.parts)
         if resuming and any(key.startswith(("optimizer.", "schedule.")) for key in self.how.changed):
             fresh = run.state.live()  # schedules as they are configured now
             parts |= {name: fresh[name] for name in parts if name.startswith("schedule.")}
@@ -180,9 +171,8 @@ class Resumption:
                 for group, new, old, current in zip(optimizer.param_groups, *settings, strict=False):
                     group.update({key: current[key] for key in new if new[key] != old.get(key)})  # changed since
                     group.pop(LR_OF_GUARD, None)
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError) as error:
-            what = f"lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-            raise TrainError(f"{made}, does not have the state that this version expects: {what}") from error
+        except Exception as error:
+            raise TrainError(f"{entry.path} does not have the state that this version expects: {error!r}") from error
         run.updater.accept(run.clock.step)
         run.clock.tick = max(run.clock.tick, manifest.tick)
 
@@ -210,24 +200,17 @@ class Resumption:
         history.note("taken_up_from", source=masked(str(source)))
         return entry
 
-    def _crash(
-        self, step: int, lost: int, skipped: tuple[int, int] | None, incidents: Sequence[Incident]
-    ) -> ProcessIncident:
+    def _crash(self, step: int, skipped: tuple[int, int] | None) -> ProcessIncident:
         last = self.progress.last
+        lost = max(0, last.step - step)
         has_hung = last.doing is Doing.HUNG
         at = {"step": last.step} if last.doing is Doing.BETWEEN else {"update": last.step + 1}
         evidence = fact("died", **at, silent=not has_hung, skipped=bool(skipped))
-        rows: Sequence[int] = ()
-        if skipped:
-            rows = self.parts.samples.rows_at(*skipped)
-            # Each epoch combines other rows to an update: those that were there at every crash are to blame.
-            earlier = [one for one in incidents if one.anomaly.signal in (Signal.CRASH, Signal.HANG)]
-            common = [sorted({*rows} & {*one.diagnosis.rows}) for one in earlier]
-            rows = min([one for one in common if one], key=len, default=rows)
+        rows = self.parts.samples.rows_at(*skipped) if skipped else ()
         advice = fact("died_twice", rows=[*rows]) if rows else ()
         signal = Signal.HANG if has_hung else Signal.CRASH
         remedy = "skip" if skipped else "go_on"
-        return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, tuple(rows), step, lost)
+        return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, rows, step, lost)
 
 
 def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list[ProcessIncident]:
@@ -252,8 +235,7 @@ def explain_mismatch(live: Mapping[str, Tree], saved: Mapping[str, Tree]) -> str
             return f"{name!s:.80} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
     for mine, theirs in groups:
         if theirs > mine:  # the loop may have added some since
-            how = "add those that the loop had added, before the guard is made"
-            return f"it has {theirs} parameter groups there and {mine} here: {how}"
+            return f"it has {theirs} parameter groups there and {mine} here"
     return ""
 
 

@@ -3,13 +3,12 @@
 `tensors.safetensors` holds the tensors and arrays, by number. `tree.json` holds the rest: null,
 booleans, integers, finite floats, text and lists as themselves, and all else as an object with one of these keys:
 
-    {"dict": {"lr": 0.1}}   {"items": [[0, ...], ["a", ...]]}   {"tuple": [...]}   {"float": "nan"}   {"bytes": "AAE="}
+    {"dict": [["lr", 0.1], [0, ...]]}   {"tuple": [...]}   {"float": "nan"}
     {"tensor": "0"}   {"tensor": "1", "order": [0, 2, 3, 1], "device": "cuda"}   {"tensor": "2", "numpy": "array"}
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -112,16 +111,13 @@ class SerializedTree:
             return node
         if type(node) is float:
             return node if math.isfinite(node) else {"float": repr(node)}
-        if type(node) is bytes:
-            return {"bytes": base64.b64encode(node).decode("ascii")}
         if type(node) in (list, tuple):
             values = [self._node(value, (*path, number)) for number, value in enumerate(node)]
             return values if type(node) is list else {"tuple": values}
         if isinstance(node, dict):  # an OrderedDict, such as the state_dict of a module, is read back as a dict
             if odd := [key for key in node if type(key) not in (str, int)]:
                 raise _unfit(path, f"has the key {odd[0]!r:.60}")
-            items = {key: self._node(value, (*path, key)) for key, value in node.items()}
-            return {"dict": items} if all(type(key) is str for key in items) else {"items": list(items.items())}
+            return {"dict": [[key, self._node(value, (*path, key))] for key, value in node.items()]}
         if type(node) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return self._tensor(node, path)
         if type(node) is np.ndarray or isinstance(node, np.generic):
@@ -156,16 +152,12 @@ class _Reading:
         match node:
             case list():
                 return [self.node(value) for value in node]
-            case {"dict": dict(values)}:
-                return {key: self.node(value) for key, value in values.items()}
-            case {"items": list(items)}:
+            case {"dict": list(items)}:
                 return {key: self.node(value) for key, value in items}
             case {"tuple": list(values)}:
                 return tuple(self.node(value) for value in values)
             case {"float": word}:
                 return float(word)
-            case {"bytes": text}:
-                return base64.b64decode(text)
             case {"tensor": name, "numpy": kind}:
                 array = self._tensor(name, node).numpy()
                 return array if kind == "array" else array[()]
@@ -185,7 +177,7 @@ class _Reading:
 
 def _unfit(path: Place, what: str) -> TypeError:
     place = "".join(f"[{key!r}]" for key in path) or "the tree itself"
-    return TypeError(f"{place} {what}: only tensors, numpy arrays, numbers, text, bytes and trees of them can be saved")
+    return TypeError(f"{place} {what}: only tensors, numpy arrays, numbers, text and trees of them can be saved")
 
 
 def reshard(saved: Tree, like: Any) -> Tree:

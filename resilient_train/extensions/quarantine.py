@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from types import MappingProxyType
@@ -56,7 +56,6 @@ class RowsLeftOut(Extension):
         self._is_behind = False  # the file
         self._attempts = WriteAttempts(self._file, "this is retried with the next row")
         self._fingerprint = cache(lambda: fingerprint(run.samples.dataset))  # type: ignore[attr-defined]
-        run.leave_out = self.leave_out
         agreed = partial(sorted, self.rows)
         run.effects.append(Effect("quarantined", self._state, self._restore, agreed=agreed, noted=self.write))
 
@@ -71,14 +70,6 @@ class RowsLeftOut(Extension):
         for row, why in reasons.items():
             self.rows.setdefault(row, Quarantined(tuple(masked_tree([*why])), step, incident))
         self._is_behind |= bool(reasons)
-
-    def leave_out(self, rows: Sequence[int], reason: Facts, incident: int) -> bool:
-        """Leave out rows common to the updates in which the process died, if the budget allows."""
-        count, listed = self._run.samples.rows, {*rows} | self.rows.keys()
-        is_allowed = len(listed) <= min(self._run.policy.budget.rows_of(count), count - 1)
-        if is_allowed:
-            self.add(dict.fromkeys(rows, reason), self._run.clock.step, incident)
-        return is_allowed
 
     def write(self) -> None:
         is_due, self._is_behind = self._is_behind or self._attempts.has_failed, False

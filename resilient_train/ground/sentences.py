@@ -21,7 +21,9 @@ _CAUSE = "cause {cause}< ({blamed:say})>"
 _DONE = (
     "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}><took?, in {seconds:,.2f} s><!gave_up?; {lost:step} lost>"
 )
-_OUTCOME = "{outcome:outcome}<; the same fault {further:more time}><outcome=recovered?; {healthy:healthy step} since><outcome=unrecovered?; {not_over:say}><gave_up?; {why:say}>"
+_OUTCOME = (
+    "{outcome:outcome}<; the same fault {further:more time}><outcome=unrecovered?; {not_over:say}><gave_up?; {why:say}>"
+)
 _BODY = f"""\
   {{evidence:say}}
   {_CAUSE}; {_DONE}
@@ -47,7 +49,6 @@ gave up at {_SIGN}
   last good weights: <{{last_good}}><!last_good?none were written>
 <  what to try next: {{advice:sentences}}>""",
     "outcome": f"incident {{id}}: {_OUTCOME}",
-    "further": "step {now}: incident {id}; the same fault {further:more time}",
     "line": f"incident {{id}}<, {{at:day}}>, {_SIGN}; {_CAUSE}; {_DONE}<!gave_up?; {{outcome:outcome}}>",
 }
 
@@ -68,7 +69,7 @@ PARTS = {
 # A run: is it all right? Values: `story.about`.
 _WHERE = "<state=completed?{step:step}><state=ended?left without guard.close() ><state=closed?closed ><!state=completed?at step {step}><!state=completed? of {steps}>"
 _COSTS = "<!total?no incidents><total?{total:incident} ({causes:counts})><, {others:counts}>.< {undone} of {tick:update} refused or undone.>"
-_RESULTS = "< {accepted:change} taken as on purpose.><state=completed? Recent loss {final_loss:.4g}.><state=completed? Evaluation: {eval:pairs}.>"
+_RESULTS = "<state=completed? Recent loss {final_loss:.4g}.><state=completed? Evaluation: {eval:pairs}.>"
 DETAILS = f"{_WHERE}<: {{because}}>; {_COSTS}{_RESULTS}"
 _ODD = "The evaluation is not finite ({odd:pairs})"
 _SO_FAR = "<!state=completed? so far>"
@@ -82,7 +83,7 @@ class Verdict(NamedTuple):
 
 
 VERDICTS = {
-    "clean": Verdict(f"<odd?{_ODD}><!odd?All is well>{_SO_FAR}"),
+    "well": Verdict(f"<odd?{_ODD}><!odd?All is well>{_SO_FAR}"),
     "recovered": Verdict(f"<odd?{_ODD}><!odd?Recovered>{_SO_FAR}"),
     "recovering": Verdict("Recovering", "{last:this_incident} is open until the run has stayed healthy"),
     "observed": Verdict("Observed only"),
@@ -119,7 +120,6 @@ LEFT = {
     "active": "still active<over? at the end>: {active}",
     "weights": "weights: {weights}",
     "best": "best evaluation: {best:checkpoint}",
-    "last_good": "last good checkpoint: {last_good:checkpoint}",
     "newest": "newest checkpoint: {newest:checkpoint}",
 }
 
@@ -287,7 +287,6 @@ ADVICE = {
     "ranks_decide": "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version of a file on another host, or a state that only some ranks change.",
     "on_purpose": "{what:say}: taken as a change on purpose; to declare it: expect=[{step:id}]",
     # Several incidents together.
-    "all_rows": "Look at {rows:rows}: their incidents say why. The last:",
 }
 
 # Operations that are singular somewhere: where, and what to do about it.

@@ -249,7 +249,7 @@ class RunReporter:
         values |= {f"train/{name}": value for name, value in read().items()}
         if seconds := self._lap():
             values |= {"step_ms": 1e3 * seconds, "samples_per_second": samples / seconds}
-        values |= {f"knobs/{name}": value for name, value in knobs.items()}
+        values |= {f"treatment/{name}": value for name, value in knobs.items()}
         return values | {"incidents_total": len(self.place.incident_log.incidents)}
 
     def show(self, values: Mapping[str, float] | None) -> None:
@@ -261,7 +261,7 @@ class RunReporter:
 
     def note_evaluation(self, metrics: Mapping[str, float]) -> None:
         self.evaluated = dict(metrics)
-        values = {f"eval/{name}": value for name, value in metrics.items()}
+        values = {f"validation/{name}": value for name, value in metrics.items()}
         self.place.incident_log.tell(METRICS, tick=self.clock.tick, values=values)
         if self._ending is not None and not self._is_over:  # many evaluate after the loop
             self._ending.eval = self.evaluated

@@ -61,21 +61,17 @@ class RunProcess:
         parts, controls, incident_log = self._run, self._run.controls, self._incident_log
         plan = parts.world.on_main(partial(self._keeper.resumption.plan, parts.policy.crashes))
         if not parts.world.is_main:
-            incident_log.adopt(plan.incidents)
+            incident_log.adopt(*plan.incidents)
         self._keeper.begin(plan)
         try:
             controls.effects.load_state_dict(plan.effects)
         except ValueError as error:
             raise TrainError(f"{plan.path or incident_log.directory}: {error}") from error
         parts.clock.tick = max(parts.clock.tick, plan.tick)
-        incident_log.resumed(parts.clock.step)
         parts.intentions.resumed()
         for found in plan.found:
             if plan.skipped is not None and found.remedy == "skip":
                 parts.samples.skip(*plan.skipped)
-                if 0 < len(found.rows) < parts.samples.slicing.samples // 2:
-                    # Few rows were in both updates that ended the process.
-                    parts.leave_out(found.rows, found.advice, incident_log.next_id)
             controls.note(partial(self._keeper.note_incident, found))
         if controls.effects.has_dropped:
             controls.note()

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 from resilient_train.durable import endings
 from resilient_train.durable.endings import Status, Summary, status_of
 from resilient_train.durable.journal import JOURNAL, read
-from resilient_train.durable.manifest import VERIFIED, Entry, entries_of
+from resilient_train.durable.manifest import Entry, entries_of
 from resilient_train.durable.progress import position_of
 from resilient_train.durable.run_history import RunHistory
 from resilient_train.ground import wording
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.files import read_json
-from resilient_train.ground.sentences import ACTIVE, DETAILS, LEFT, PATCHED, VERDICTS, Verdict
+from resilient_train.ground.sentences import ACTIVE, DETAILS, LEFT, PATCHED, VERDICTS
 from resilient_train.ground.types import Cause, Facts, Incident, Outcome, fact
 from resilient_train.ground.wording import fill, say
 from resilient_train.report.connection import SCHEMELESS
@@ -42,19 +42,9 @@ class Story(Status):
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
     steps: int | None = None  # planned
-    last_good: Entry | None = None  # the newest verified one
-    newest: Entry | None = None  # that a resume would load: the same, or a later candidate
+    newest: Entry | None = None  # that a resume would load
     best: Mapping[str, Any] | None = None  # the path and step of verified weights, and the metrics of their evaluation
     remedies: Mapping[str, Any] = field(default_factory=dict)  # active, as they were last written down
-
-    @property
-    def advice(self) -> list[Advice]:
-        """What to change, the most important first."""
-        return open_advice(self.incidents)
-
-    @property
-    def is_complete(self) -> bool:
-        return self.state == "completed"
 
 
 def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
@@ -69,8 +59,7 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
     except OSError as error:
         raise TrainError(f"{run_dir / JOURNAL} cannot be read: {error.strerror or error}") from error
     found, position = tuple(history.incidents), position_of(run_dir)
-    checkpoints = [one for one in entries_of(run_dir) if one.is_usable]
-    newest = next(iter(checkpoints), None)
+    newest = next((one for one in entries_of(run_dir) if one.is_usable), None)
     step, tick = facts.summary.get("steps", position.step), facts.summary.get("ticks", position.tick)
     planned = endings.settings_of(run_dir).get("steps")
     status = status_of(replace(facts, incidents=found, step=step))
@@ -82,7 +71,6 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
         step=step,
         tick=max(tick, step),
         steps=planned if type(planned) is int else None,
-        last_good=next((one for one in checkpoints if one.kind == VERIFIED), None),
         newest=newest,
         best=_best_of(run_dir),
         remedies=history.effects_with(newest.manifest.effects if newest else {}),
@@ -104,7 +92,7 @@ class Advice(NamedTuple):
 
 
 def open_advice(incidents: Sequence[Incident]) -> list[Advice]:
-    """Return what a person should change, the most important first: each line, all rows and each setting only once.
+    """Return what a person should change, first what is not over: each line, the newest row and each setting once.
 
     What happened once, was over and did not return needs no change.
     """
@@ -114,7 +102,7 @@ def open_advice(incidents: Sequence[Incident]) -> list[Advice]:
             groups.setdefault(_asks_about(one), []).append(one)
     asking = [group for group in groups.values() if _is_unsolved(group) or _returns(group)]
     asking.sort(key=lambda group: (_is_unsolved(group), group[-1].id), reverse=True)
-    return [Advice(_facts(group), [one.id for one in group]) for group in asking]
+    return [Advice(group[-1].diagnosis.advice, [one.id for one in group]) for group in asking]
 
 
 def _asks_about(incident: Incident) -> object:
@@ -137,15 +125,6 @@ def _returns(group: Sequence[Incident]) -> bool:
     return is_found or last.diagnosis.cause in _REPEATS or len(group) > 1 or last.further > 0 or last.is_accepted
 
 
-def _facts(group: Sequence[Incident]) -> Facts:
-    """Name all rows, and take the advice of the newest incident, if possible not of one that another line caused."""
-    newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id)).diagnosis
-    rows = {row for one in group for row in one.diagnosis.rows or one.diagnosis.suspects}
-    if newest.culprit is None and len(rows) > 1 and len(group) > 1:
-        return fact("all_rows", rows=sorted(rows)) + newest.advice
-    return newest.advice
-
-
 WEIGHTS = "weights.safetensors"  # of a run that finished
 
 _MOST_ADVICE, _MOST_LEFT = 5, 4
@@ -165,15 +144,11 @@ def completed(summary: Summary) -> str:
 
 def verdict(story: Story) -> tuple[str, str]:
     """Say whether a run is all right: in two or three words, and in sentences that explain them."""
-    words, values = _words(story), about(story)
+    words, values = VERDICTS[story.status], about(story)
     details = fill(DETAILS, values | {"because": fill(words.because, values)})
     if story.refused:
         return say(fact("start_refused")), say(fact("before_that", **values)) + details
     return fill(words.headline, values), details
-
-
-def _words(story: Story) -> Verdict:
-    return VERDICTS["killed" if story.state == "killed" else story.status]
 
 
 def about(story: Story) -> dict[str, Any]:
@@ -187,7 +162,6 @@ def about(story: Story) -> dict[str, Any]:
         **summary,
         **(summary.get("best_level") or {}),
         **vars(story),
-        "accepted": len({str(one.diagnosis.advice) for one in incidents if one.is_accepted}),
         "total": len(incidents),
         "causes": dict(Counter(str(one.diagnosis.cause) for one in incidents).most_common()),
         "others": others,
@@ -208,8 +182,9 @@ def _last(story: Story) -> Incident | None:
 
 def things_to_do(story: Story) -> list[str]:
     """Return what to do, the most important first, each with the number of incidents that ask for it."""
-    asked = [say(fact("asked", advice=one, several=len(of) > 1, incident=of)) for one, of in story.advice]
-    return asked or [*filter(None, [_words(story).to_do])]
+    advice = open_advice(story.incidents)
+    asked = [say(fact("asked", advice=one, several=len(of) > 1, incident=of)) for one, of in advice]
+    return asked or [*filter(None, [VERDICTS[story.status].to_do])]
 
 
 def shortened(lines: Sequence[str], most: int) -> list[str]:
@@ -221,20 +196,15 @@ def shortened(lines: Sequence[str], most: int) -> list[str]:
 
 def left(story: Story) -> list[str]:
     """Name what differs from the configuration, and weights and checkpoints, in lines."""
-    weights = story.directory / WEIGHTS
+    weights, newest = story.directory / WEIGHTS, story.newest
     values = {
         "over": story.summary,
         "active": "; ".join(shortened(active_remedies(story.remedies), _MOST_LEFT)),
-        "weights": weights if story.is_complete and weights.is_file() else None,
+        "weights": weights if story.state == "completed" and weights.is_file() else None,
         "best": story.best,
-        "last_good": _named(story.last_good) if story.last_good != story.newest else None,
-        "newest": _named(story.newest),
+        "newest": newest and {"path": newest.path, "step": newest.step, "kind": newest.kind},
     }
     return [fill(words, values) for kind, words in LEFT.items() if values[kind]]
-
-
-def _named(one: Entry | None) -> dict[str, Any] | None:
-    return None if one is None else {"path": one.path, "step": one.step, "kind": one.kind}
 
 
 def active_remedies(remedies: Mapping[str, Any]) -> list[str]:

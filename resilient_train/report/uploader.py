@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import posixpath
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -53,9 +54,6 @@ _OURS = "mlflow.resilience.note"  # the digest of the last description that this
 # MLflow's own limits, of a request and of characters.
 _MOST_METRICS, _MOST_OTHERS = 1000, 100
 _TAG_LENGTH, _PARAM_LENGTH, _NAME_LENGTH = 8000, 6000, 250
-# MLflow's page sorts the sections of charts by name, and shows metrics without a section last. With these names the
-# curves of the training come first.
-_SECTIONS = {"eval": "validation", "knobs": "treatment"}
 
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
 
@@ -192,12 +190,8 @@ def _create(database: Path) -> None:
     with TemporaryDirectory(prefix=f".{database.name}-", dir=database.parent) as scratch:
         new = Path(scratch) / "new.db"
         MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
-        try:
+        with suppress(FileExistsError):  # another process was first
             os.link(new, database)
-        except FileExistsError:
-            pass  # another process was first
-        except OSError:  # a file system without hard links
-            new.rename(database)
 
 
 def _number(value: Any) -> float:
@@ -209,13 +203,12 @@ def _number(value: Any) -> float:
 
 def name(key: str) -> str:
     """Return the nearest name that MLflow accepts: it refuses a whole batch for one `acc@1` or `../x`."""
-    parts = [part for part in re.sub(r"[^\w.\- :/]", "_", str(key)).split("/") if part.strip(".")]
-    return "/".join(parts).lstrip("./")[:_NAME_LENGTH].rstrip("/") or "_"
+    path = posixpath.normpath(re.sub(r"[^\w.\- :/]", "_", str(key)))
+    return path.lstrip("./")[:_NAME_LENGTH].rstrip("/") or "_"
 
 
 def metric_name(key: str) -> str:
-    section, slash, rest = key.partition("/")
-    return name(f"{_SECTIONS.get(section, section)}/{rest}" if slash else f"train/{key}")
+    return name(key if "/" in key else f"train/{key}")
 
 
 def cut(value: Any, length: int) -> str:

@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -18,9 +18,8 @@ from stories import free_text, incident
 import resilient_train
 from resilient_train.command import incidents, status
 from resilient_train.durable.incident_log import IncidentLog
-from resilient_train.durable.journal import seal
+from resilient_train.durable.journal import plain, seal
 from resilient_train.durable.lock import DirectoryLock
-from resilient_train.durable.run_history import as_line
 from resilient_train.ground.types import Action, Cause, Culprit, Decision, Diagnosis, Incident
 
 Said = pytest.CaptureFixture[str]
@@ -88,7 +87,8 @@ def test_nothing_in_a_journal_is_obeyed(tmp_path: Path, capsys: Said) -> None:
         decision=Decision((Action(bad, {bad: bad}),)),
     )
     run_dir = write(tmp_path / "run", summary={"status": "failed", "exit_code": 1, "why": bad})
-    kinds = [("incident_opened", {**as_line(one), "evidence": [*free_text(bad)]}), ("incident_opened", [bad])]
+    one = replace(one, anomaly=replace(one.anomaly, evidence=free_text(bad)))
+    kinds = [("incident_opened", plain(asdict(one))), ("incident_opened", [bad])]
     entries = [{"n": n, "at": 0, "kind": kind, "incident": line} for n, (kind, line) in enumerate(kinds, 1)]
     (run_dir / "journal.jsonl").write_bytes(b"".join(seal(json.dumps(entry)) for entry in entries))
     assert incidents.main([str(run_dir)]) == 0

@@ -105,7 +105,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_save(
     assert sorted(incidents(disk / "run")) == [("disk_full", "recovered"), ("nonfinite_batch", "recovered")]
     told = [line for line in (outcome.stdout + outcome.stderr).splitlines() if "No space left" in line]
     assert len([line for line in told if "could not be written" in line]) == 1
-    assert "checkpoints are saved again" in outcome.stdout + outcome.stderr
+    assert ": recovered" in outcome.stdout + outcome.stderr
     assert saved(disk / "run") == [200]
     assert left_overs(disk / "run") == []
     entries = read(journal)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from resilient_train import Guard
 from resilient_train.data.trees import weights_sha256
 from resilient_train.durable.journal import JOURNAL, Journal, read
-from resilient_train.durable.run_history import as_line
+from resilient_train.durable.run_history import in_words
 from resilient_train.durable.writer import Writer
 from resilient_train.ground import files
 from resilient_train.ground.reader import MemoryConfig
@@ -80,7 +80,7 @@ class Faults:
             return False
         self.struck.add(now)
         entries = (one for one in read(self.journal) if one["kind"] == "incident_treated")
-        return all(one["incident"]["signal"] != signal for one in entries)
+        return all(one["incident"]["anomaly"]["signal"] != signal for one in entries)
 
 
 def _write_now(writer: Any, job: Any) -> None:
@@ -176,7 +176,7 @@ def story_of(run_dir: Path, *, is_experiment: bool) -> dict[str, Any]:
     An experiment is made again by the next process, with other samples: the incidents that it makes come again.
     """
     story = read_story(run_dir)
-    lines = [as_line(one) for one in story.incidents if one.diagnosis.cause is not Cause.PROCESS]
+    lines = [in_words(one) for one in story.incidents if one.diagnosis.cause is not Cause.PROCESS]
     facts = [[one[name] for name in ("signal", "cause", "rows", "actions", "outcome")] for one in lines]
     where = [culprit and [culprit["op"], culprit["line"]] for culprit in (one["culprit"] for one in lines)]
     rows = sorted(row for row, *_ in story.remedies.get("quarantined", []))

@@ -209,7 +209,7 @@ def test_a_run_that_ended_without_a_word_is_shown_as_killed(
         held.release()
     run = client_of(server).get_run(run_id)
     assert (run.info.status, run.info.end_time is None) == (status, status == "RUNNING")
-    assert run.data.tags["resilience.status"] == ("failed" if status == "KILLED" else "clean")
+    assert run.data.tags["resilience.status"] == ("killed" if status == "KILLED" else "well")
 
 
 # ----------------------------------------------------------------------------------------------- processes and commands

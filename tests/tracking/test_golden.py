@@ -162,7 +162,7 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
         book.add(opened)
         book.record_treatment(opened)
         if one.outcome is not None:
-            book.close(opened, one.outcome, healthy_steps=50)
+            book.close(opened, one.outcome)
     book.close_files()
     if run_dir.name == "refused":
         (run_dir / "refused.json").write_text(json.dumps({"exit_code": 2, "why": "model: no such option"}))
