@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,6 @@ class Summary:
     verdict: str | None = None
     trial_updates: int = 0  # made to try remedies: neither steps nor ticks
     why: str | None = None  # it did not complete, in one line
-
-    def write(self, path: Path) -> None:
-        commit_json(path, asdict(self))
 
 
 def begin(run_dir: Path, *, is_finished: bool) -> None:

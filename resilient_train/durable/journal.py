@@ -97,8 +97,7 @@ class Journal(LineFile):
         try:
             found = [entry for entry, _ in entries(path)]
         except OSError as error:
-            why = f"cannot be read ({error.strerror}): make it readable, or move it away to forget it"
-            raise TrainError(f"{path} {why if error.strerror else error}") from error
+            raise TrainError(f"{path} cannot be read: {error.strerror or error}") from error
         self.entries = [entry for entry in found if entry is not None]
         self._number: int = self.entries[-1]["n"] if self.entries else 0
         self._lock = threading.Lock()  # a watchdog may write as well
@@ -143,7 +142,7 @@ def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
                 return
             end += len(line)
             if entry is not None and (form := entry.get("format", _FORMAT)) != _FORMAT:
-                what = f"is of format {form!s:.20}, where this version reads {_FORMAT}"
+                what = f"it is of format {form!s:.20}, where this version reads {_FORMAT}"
                 raise OSError(f"{what}: resume the run with the version of resilient_train that wrote it")
             yield entry, end
 

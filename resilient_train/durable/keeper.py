@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,10 +94,11 @@ class CheckpointKeeper:
         if not is_free:
             return
         if is_due:
-            self._offer(self._job(snapshot))
+            if (job := self._job(snapshot)) is not None:
+                writer.offer(job)
         elif not self._is_failing:  # else a disk that is full would be tried at each update
             for one in [one for one in self.further if one.is_ripe(snapshot.step)][:1]:
-                self._offer(Job(snapshot.step, one.write))
+                writer.offer(Job(snapshot.step, one.write))
 
     def distrust(self, since: int) -> None:
         """Demote every checkpoint after `since`, the newest step that can be trusted. Waits for the one being written
@@ -163,13 +165,9 @@ class CheckpointKeeper:
         usable = self._store.usable()
         return (usable[0].step, usable[0].path if is_saved else None) if usable else (0, None)
 
-    def rescue(self) -> tuple[int, Callable[[], object]]:
-        """From another thread, while the loop hangs: the steps that are lost, and a function that saves the others."""
-        snapshot, left = self._parts.ring.newest_verified(), [self._begun[1]]  # not from the disk, which may hang
-        may_save = self._commits and not self._is_sharded and self._writer.writing is None
-        if may_save and snapshot is not None:
-            left.append(snapshot.step)
-        return max(0, self._parts.clock.step - max(left)), self.save_newest if may_save else lambda: None
+    def rescue(self) -> int:
+        """From another thread, while the loop hangs: save what can be saved, and return the step to resume from."""
+        return self.save_newest()[0] if self._writer.writing is None else self._begun[1]  # else the disk may hang
 
     def finish(self, effects: Mapping[str, Any], *, healthy: bool, damaged: bool = False) -> Path | None:
         """Write the present state: verified at a healthy end without damage, else a candidate. All ranks call this."""
@@ -190,11 +188,10 @@ class CheckpointKeeper:
             self.save(verified)  # to go back to, should the candidate be bad
         return path
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until nothing is being written; False if it still is after so many seconds."""
-        is_over = self._writer.wait(seconds)
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        self._writer.wait()
         self._read_outcomes()
-        return is_over
 
     def begin(self, plan: ResumePlan) -> None:
         """Load the checkpoint that the run resumes from. All ranks call this."""
@@ -208,8 +205,6 @@ class CheckpointKeeper:
         with at_disk():
             newest = self.resumption.newest_readable
             entry = self._parts.world.on_main(lambda: newest(self._verified_until(since), damaged))
-        for one, why in damaged:
-            log.error("the checkpoint %s cannot be restored: it %s", one.path.name, why)
         if entry is not None:
             self._load(entry, resuming=False)
             for found in incidents_of_damage(damaged, entry.step):
@@ -249,10 +244,6 @@ class CheckpointKeeper:
         entry = self._write_now(job).entry if job is not None else None
         return entry.path if entry is not None else None
 
-    def _offer(self, job: Job | None) -> None:
-        if job is not None:
-            self._writer.offer(job)
-
     def _job(self, snapshot: Snapshot) -> Job | None:
         """Make a job that writes a snapshot, on rank 0 alone. All ranks gather a sharded state for it."""
         parts, store, updates = self._parts, self._store, self._parts.updates.copy()
@@ -287,17 +278,12 @@ class CheckpointKeeper:
             exported = content["weights"] | {name: one for name, one in buffers.items() if one is not None}
             entry = store.write(manifest, content, exported, persistent)
             self.incident_log.note("checkpoint_saved", step=step, tick=tick)
-            self._prune()  # it was read back before it was committed
+            reference = parts.checks.episode.reference
+            with suppress(OSError):  # the new one was read back before it was committed
+                store.prune(self._config.keep, self._config.keep_every, reference.step if reference else None)
             return entry
 
         return Job(step, write)
-
-    def _prune(self) -> None:
-        reference = self._parts.checks.episode.reference
-        try:
-            self._store.prune(self._config.keep, self._config.keep_every, reference.step if reference else None)
-        except Exception as error:  # the new one is complete nevertheless
-            log.error("older checkpoints could not be removed: %s", in_one_line(error))
 
     def _read_outcomes(self) -> None:
         while self._writer.finished:

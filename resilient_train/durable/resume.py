@@ -98,12 +98,11 @@ class Resumption:
         step = entry.step if entry else self.parts.clock.step  # 0, or what a trainer has made by its own checkpoint
         found = incidents_of_damage(damaged, step)
         skipped, span = None, last.stop - last.start
-        is_updating = last.doing is Doing.UPDATING
-        is_explained = endings.failure(directory, in_training=True)
-        if not is_explained and (is_updating or last.doing is Doing.HUNG) and span > 0:
+        has_died = last.doing is not Doing.ENDED and not endings.failure(directory, in_training=True)
+        if has_died and last.doing is not Doing.BETWEEN and span > 0:
             times = history.note_process_end(last.tick, last.start, last.stop)
             skipped = (last.start, last.stop) if times >= crashes else None
-        if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
+        if last.tick and has_died and (skipped or last.doing is not Doing.HUNG):
             found.append(self._crash(step, skipped))
         return ResumePlan(
             path=entry.path if entry else None,
@@ -204,8 +203,7 @@ class Resumption:
         last = self.progress.last
         lost = max(0, last.step - step)
         has_hung = last.doing is Doing.HUNG
-        at = {"step": last.step} if last.doing is Doing.BETWEEN else {"update": last.step + 1}
-        evidence = fact("died", **at, silent=not has_hung, skipped=bool(skipped))
+        evidence = fact("died", step=last.step, skipped=bool(skipped))
         rows = self.parts.samples.rows_at(*skipped) if skipped else ()
         advice = fact("died_twice", rows=[*rows]) if rows else ()
         signal = Signal.HANG if has_hung else Signal.CRASH

@@ -146,8 +146,6 @@ def _value(kind: Any, value: Any) -> Any:
         return None if value is None else _value(inner[0], value)
     if origin is tuple:
         return tuple(_value(inner[0], one) for one in value)
-    if origin is Mapping and not isinstance(value, dict):
-        raise TypeError(f"{value!r} is no fact")
     if is_dataclass(kind):
         return _record(kind, value)
     is_read = kind is float or (isinstance(kind, type) and issubclass(kind, StrEnum))  # a number may be text: inf

@@ -138,8 +138,7 @@ RUN = {
     "then": "< {things:thing} to change.>< Running, {process}.>",
     # What the same command does.
     "resumes": "the same command< with {how}> resumes",
-    "to_see": "to see it, start (it answers after half a minute)\n  {command}",
-    "open": "<served?and><!served?to see it,> open\n  {url}",
+    "to_see": "to see it,< start (it answers after half a minute)\n  {command}\nand> open\n  {url}",
 }
 
 SIGNALS = {
@@ -203,7 +202,7 @@ EVIDENCE = {
     "no_gradient_finite": "no gradient is finite",
     "gradients_not_finite": "gradients that are not finite: {names:names} ({bad} of {count:weight})",
     "hangs": "<asked?it was asked to stop, and >no {phase} was finished for {seconds:.0f} s; it hangs in {where}",
-    "died": "the previous process died <during update {update}><!update?after step {step}><silent? without logging anything><skipped?, and the one before that at the same samples: they are skipped>",
+    "died": "the previous process died after step {step}<skipped?, and the one before that at the same samples: they are skipped>",
     "damaged": "{name} {why}",
     "not_written": "the checkpoint of step {step} could not be written: {why}",
     "smaller_batch": "{why}; micro-batches of {rows:row} from now on",

@@ -375,7 +375,7 @@ class Guard(EngineGuard):
             try:
                 self.let_go()  # first: what is being written ends before the directory is another process's
             finally:  # the last update may have been one too many for the policy
-                self.reporter.closed(own_error(handled), self.steps, is_writing=not self._keeper.wait(0))
+                self.reporter.closed(own_error(handled), self.steps, is_writing=self.saving_since is not None)
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Note an evaluation: once verified, the weights with the lowest loss are kept in `best`."""

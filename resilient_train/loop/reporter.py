@@ -148,7 +148,7 @@ def _close_older(reporter: RunReporter, known: weakref.ref[Any]) -> bool:
 
 def write_summary(summary: Summary, run_dir: Path) -> None:
     try:
-        summary.write(run_dir / SUMMARY)
+        commit_json(run_dir / SUMMARY, asdict(summary))
     except OSError as error:
         log.error("%s cannot be written: %s", run_dir / SUMMARY, error.strerror or error)
 
@@ -176,8 +176,8 @@ def print_review(run_dir: Path, history: RunHistory | None = None) -> None:
 def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path) -> None:
     """Upload the rest, print where MLflow shows the run, and note that in the summary."""
     if (run := tracker.finish()) is not None:
-        for line in where_to_look(run["tracking_uri"], run["url"]):
-            log.info("%s", line)
+        if run["url"] is not None:
+            log.info("%s", where_to_look(run["tracking_uri"], run["url"]))
         summary.mlflow = run
         write_summary(summary, run_dir)
 

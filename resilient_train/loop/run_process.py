@@ -52,9 +52,8 @@ class RunProcess:
         """From another thread: write down that the run hangs, and save what can be saved."""
         progress, step = self._keeper.progress, self._run.clock.step
         progress.turned_to(Doing.HUNG if in_update and progress.is_updating else Doing.ENDED)
-        lost, write = self._keeper.rescue()
+        lost = max(0, step - self._keeper.rescue())
         self._keeper.note_incident(ProcessIncident(Signal.HANG, step + 1, step, evidence, "end", steps_lost=lost))
-        write()
 
     def resume(self) -> bool:
         """Resume from the newest checkpoint that verifies; False if there is none."""

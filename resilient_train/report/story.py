@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from resilient_train.durable import endings
 from resilient_train.durable.endings import Status, Summary, status_of
@@ -86,13 +86,9 @@ def _best_of(run_dir: Path) -> dict[str, Any] | None:
     return None
 
 
-class Advice(NamedTuple):
-    facts: Facts
-    incidents: list[int]  # the numbers of those that ask for it
-
-
-def open_advice(incidents: Sequence[Incident]) -> list[Advice]:
-    """Return what a person should change, first what is not over: each line, the newest row and each setting once.
+def open_advice(incidents: Sequence[Incident]) -> list[tuple[Facts, list[int]]]:
+    """Return what a person should change, first what is not over: each line, the newest row and each setting once,
+    with the numbers of the incidents that ask for it.
 
     What happened once, was over and did not return needs no change.
     """
@@ -102,7 +98,7 @@ def open_advice(incidents: Sequence[Incident]) -> list[Advice]:
             groups.setdefault(_asks_about(one), []).append(one)
     asking = [group for group in groups.values() if _is_unsolved(group) or _returns(group)]
     asking.sort(key=lambda group: (_is_unsolved(group), group[-1].id), reverse=True)
-    return [Advice(group[-1].diagnosis.advice, [one.id for one in group]) for group in asking]
+    return [(group[-1].diagnosis.advice, [one.id for one in group]) for group in asking]
 
 
 def _asks_about(incident: Incident) -> object:
@@ -233,9 +229,8 @@ def program(name: str = "resilient-train", module: str = "resilient_train") -> s
     return name if is_found else f"{shlex.quote(sys.executable)} -m {module}"
 
 
-def where_to_look(tracking_uri: str, url: str | None) -> list[str]:
+def where_to_look(tracking_uri: str, url: str) -> str:
     """Say how to see a run in MLflow: the command that serves its database, unless it is a server, and the address."""
-    served = not tracking_uri.startswith(("http://", "https://", *SCHEMELESS))
+    is_server = tracking_uri.startswith(("http://", "https://", *SCHEMELESS))
     serve = f"{program('mlflow', 'mlflow')} ui --backend-store-uri {shlex.quote(tracking_uri)}"
-    lines = [say(fact("to_see", command=serve))] if served else []
-    return [*lines, say(fact("open", url=url, served=served))] if url else lines
+    return say(fact("to_see", command=None if is_server else serve, url=url))

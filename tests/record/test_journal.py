@@ -74,9 +74,11 @@ def test_a_journal_that_cannot_be_read_is_refused_in_one_line(full: tuple[Path, 
     path, entries = full
     content = path.read_bytes() + _sealed(json.dumps({**entries[0], "n": 4, "format": 4}).encode()[:-1])
     path.write_bytes(content)
-    with pytest.raises(TrainError, match=r"journal\.jsonl is of format 4, where this version reads 3: resume the run"):
+    with pytest.raises(
+        TrainError, match=r"journal\.jsonl cannot be read: it is of format 4, where this version reads 3"
+    ):
         Journal(path)
-    with pytest.raises(OSError, match=r"^is of format 4, where this version reads 3: resume"):
+    with pytest.raises(OSError, match=r"^it is of format 4, where this version reads 3: resume"):
         read(path)
     assert path.read_bytes() == content
     path.unlink()
