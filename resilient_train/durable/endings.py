@@ -92,11 +92,8 @@ def note_failure(run_dir: Path, rank: int, why: str, *, in_training: bool) -> No
 
 def failure(run_dir: Path | None, *, in_training: bool = False) -> str:
     """Return the error of the first rank other than 0 that noted one, in one line; empty if none did."""
-    noted = []
-    for path in run_dir.glob(_FAILED.format("*")) if run_dir is not None else ():
-        match read_json(path):
-            case {"rank": int(rank), "why": str(why), "in_training": bool(explains)} if explains or not in_training:
-                noted.append((rank, " ".join(why.split())))
+    notes = [read_json(path) for path in run_dir.glob(_FAILED.format("*"))] if run_dir is not None else []
+    noted = [(one["rank"], one["why"]) for one in notes if one and (one["in_training"] or not in_training)]
     return "rank {}: {}".format(*min(noted)) if noted else ""
 
 

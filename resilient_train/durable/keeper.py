@@ -22,7 +22,7 @@ from resilient_train.durable.writer import Job, Writer
 from resilient_train.ground.errors import in_one_line, unusable
 from resilient_train.ground.files import at_disk
 from resilient_train.ground.reader import DiskConfig
-from resilient_train.ground.types import Action, Anomaly, Decision, Outcome, ProcessIncident, Signal, by_signal, fact
+from resilient_train.ground.types import Action, Anomaly, Decision, Facts, Outcome, Signal, by_signal, fact
 from resilient_train.ground.wording import IN_FILE_ONLY, log
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -118,20 +118,23 @@ class CheckpointKeeper:
         except OSError as error:
             log.error("checkpoints that may contain damage could not be demoted: %s", error.strerror)
 
-    def note_incident(self, seen: ProcessIncident, *, effects: Mapping[str, Any] | None = None) -> None:
-        """Write down an incident of the process, not of the training, about which something was done already."""
-        tick = self._parts.clock.tick
-        anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence)
+    def note_incident(
+        self,
+        signal: Signal,
+        evidence: Facts,
+        remedy: str,
+        *,
+        step: int,
+        since: int,
+        advice: Facts = (),
+        rows: tuple[int, ...] = (),
+        **done: Any,
+    ) -> None:
+        """Write down an incident of the process, the disk or a file, about which something was done already."""
+        anomaly = Anomaly(signal, step, self._parts.clock.tick, since, evidence)
         known = by_signal(anomaly)
-        diagnosis = replace(known, advice=seen.advice or known.advice, rows=seen.rows)
-        self.incident_log.report(
-            anomaly,
-            diagnosis,
-            Decision((Action(seen.remedy),)),
-            effects=effects,
-            rewound_to=seen.rewound_to,
-            steps_lost=seen.steps_lost,
-        )
+        diagnosis = replace(known, advice=advice or known.advice, rows=rows)
+        self.incident_log.report(anomaly, diagnosis, Decision((Action(remedy),)), **done)
 
     def run_completed(self) -> None:
         """Close the incident about checkpoints that cannot be saved: otherwise a success does."""
@@ -208,7 +211,7 @@ class CheckpointKeeper:
         if entry is not None:
             self._load(entry, resuming=False)
             for found in incidents_of_damage(damaged, entry.step):
-                self.note_incident(found)
+                self.note_incident(**found)
         return entry.path if entry is not None else None
 
     def has_verified(self, since: int) -> bool:
@@ -298,8 +301,8 @@ class CheckpointKeeper:
             is_full = getattr(job.error, "errno", None) in _NO_ROOM
             why = getattr(job.error, "strerror", None) or in_one_line(job.error)
             signal = Signal.DISK_FULL if is_full else Signal.CHECKPOINT_FAILED
-            found = ProcessIncident(signal, step, step, fact("not_written", step=step, why=why), "try_again")
-            self.note_incident(found)
+            evidence = fact("not_written", step=step, why=why)
+            self.note_incident(signal, evidence, "try_again", step=step, since=step)
             if not is_full:
                 log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)
 

@@ -23,7 +23,7 @@ from resilient_train.durable.store import Saved, Store
 from resilient_train.durable.tree_files import reshard
 from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, unusable
 from resilient_train.ground.secrets import masked
-from resilient_train.ground.types import Incident, ProcessIncident, Signal, fact
+from resilient_train.ground.types import Incident, Signal, fact
 from resilient_train.ground.wording import log
 from resilient_train.processes.world import World
 
@@ -52,7 +52,7 @@ class ResumePlan:
     path: Path | None  # of the checkpoint
     tick: int
     effects: Mapping[str, Any]  # of remedies: those of the checkpoint, or of the journal if they are newer
-    found: tuple[ProcessIncident, ...]  # to be written to the journal
+    found: tuple[dict[str, Any], ...]  # incidents to be noted, as the keeper's `note_incident` takes them
     incidents: tuple[Incident, ...]  # of earlier processes: every rank needs them to decide alike
     skipped: tuple[int, int] | None  # samples at which the process ended repeatedly
     previous_samples_per_update: int  # to be kept, as the number of processes has changed; 0: nothing to keep
@@ -182,15 +182,13 @@ class Resumption:
         source, history, store = self.how.source, self.history, self.store
         if source is None or (masked(str(source)) in history.sources and history.has_saved and not again):
             return None
-        if not source.is_dir():
-            why = "no such directory; expected auto, never, or the directory of a checkpoint or of a run"
-            raise ConfigError("run.resume", str(source), why)
         damaged: list[tuple[Entry, str]] = []
         entries = Store(source).usable() if Store(source).path.is_dir() else [Entry.of(source)]
         entry = self.newest_readable(entries, damaged)
         if entry is None:
-            why = damaged[-1][1] if damaged else "there is no checkpoint"
-            raise TrainError(f"run.resume={source}: no usable checkpoint there: {why}")
+            why = damaged[-1][1] if damaged else "there is none"
+            expected = "expected auto, never, or the directory of a checkpoint or of a run"
+            raise ConfigError("run.resume", str(source), f"no usable checkpoint there: {why}; {expected}")
         if entry.path.absolute().parent == store.path.absolute():
             store.demote(entry.step)
         elif store.usable():
@@ -199,26 +197,26 @@ class Resumption:
         history.note("taken_up_from", source=masked(str(source)))
         return entry
 
-    def _crash(self, step: int, skipped: tuple[int, int] | None) -> ProcessIncident:
+    def _crash(self, step: int, skipped: tuple[int, int] | None) -> dict[str, Any]:
         last = self.progress.last
-        lost = max(0, last.step - step)
-        has_hung = last.doing is Doing.HUNG
-        evidence = fact("died", step=last.step, skipped=bool(skipped))
         rows = self.parts.samples.rows_at(*skipped) if skipped else ()
-        advice = fact("died_twice", rows=[*rows]) if rows else ()
-        signal = Signal.HANG if has_hung else Signal.CRASH
-        remedy = "skip" if skipped else "go_on"
-        return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, rows, step, lost)
+        return {
+            "signal": Signal.HANG if last.doing is Doing.HUNG else Signal.CRASH,
+            "evidence": fact("died", step=last.step, skipped=bool(skipped)),
+            "remedy": "skip" if skipped else "go_on",
+            "step": last.step + 1,
+            "since": step,
+            "advice": fact("died_twice", rows=[*rows]) if rows else (),
+            "rows": rows,
+            "rewound_to": step,
+            "steps_lost": max(0, last.step - step),
+        }
 
 
-def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list[ProcessIncident]:
-    signal = Signal.CHECKPOINT_DAMAGED
-    return [
-        ProcessIncident(
-            signal, step + 1, step, fact("damaged", name=one.path.name, why=why), "fall_back", rewound_to=step
-        )
-        for one, why in damaged
-    ]
+def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list[dict[str, Any]]:
+    where = {"step": step + 1, "since": step, "rewound_to": step, "remedy": "fall_back"}
+    found = [fact("damaged", name=one.path.name, why=why) for one, why in damaged]
+    return [{"signal": Signal.CHECKPOINT_DAMAGED, "evidence": evidence, **where} for evidence in found]
 
 
 def explain_mismatch(live: Mapping[str, Tree], saved: Mapping[str, Tree]) -> str:

@@ -286,21 +286,6 @@ class Incident:
         return self.reached_weights and cause is not Cause.PROCESS and not is_undone
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessIncident:
-    """A fault of the process, the disk or the files of a run, and the remedy that was applied."""
-
-    signal: Signal
-    step: int
-    since: int
-    evidence: Facts
-    remedy: str
-    advice: Facts = ()
-    rows: tuple[int, ...] = ()
-    rewound_to: int | None = None
-    steps_lost: int = 0
-
-
 def kind_of(signal: Signal, diagnosis: Diagnosis) -> tuple[object, ...]:
     """Return what incidents of a kind share: cause, and line or rows; where the cause says little, also the signal."""
     culprit = diagnosis.culprit

@@ -20,7 +20,6 @@ from resilient_train.ground.types import (
     Diagnosis,
     Facts,
     Outcome,
-    ProcessIncident,
     Signal,
     fact,
 )
@@ -53,7 +52,7 @@ class RunProcess:
         progress, step = self._keeper.progress, self._run.clock.step
         progress.turned_to(Doing.HUNG if in_update and progress.is_updating else Doing.ENDED)
         lost = max(0, step - self._keeper.rescue())
-        self._keeper.note_incident(ProcessIncident(Signal.HANG, step + 1, step, evidence, "end", steps_lost=lost))
+        self._keeper.note_incident(Signal.HANG, evidence, "end", step=step + 1, since=step, steps_lost=lost)
 
     def resume(self) -> bool:
         """Resume from the newest checkpoint that verifies; False if there is none."""
@@ -68,10 +67,10 @@ class RunProcess:
             raise TrainError(f"{plan.path or incident_log.directory}: {error}") from error
         parts.clock.tick = max(parts.clock.tick, plan.tick)
         parts.intentions.resumed()
+        if plan.skipped is not None:
+            parts.samples.skip(*plan.skipped)
         for found in plan.found:
-            if plan.skipped is not None and found.remedy == "skip":
-                parts.samples.skip(*plan.skipped)
-            controls.note(partial(self._keeper.note_incident, found))
+            controls.note(partial(self._keeper.note_incident, **found))
         if controls.effects.has_dropped:
             controls.note()
         if parts.clock.tick:  # so that the same samples are not blamed twice for one end of the process

@@ -123,7 +123,7 @@ def _returns(group: Sequence[Incident]) -> bool:
 
 WEIGHTS = "weights.safetensors"  # of a run that finished
 
-_MOST_ADVICE, _MOST_LEFT = 5, 4
+_MOST_ADVICE = 5
 _NOT_OVER = (Outcome.UNRECOVERED, Outcome.GAVE_UP, Outcome.OBSERVED, None, Outcome.RECURRED)
 _FACTORS = ("lr", "clip", "decay")  # knobs that are 1 as configured; the others are 0
 
@@ -195,7 +195,7 @@ def left(story: Story) -> list[str]:
     weights, newest = story.directory / WEIGHTS, story.newest
     values = {
         "over": story.summary,
-        "active": "; ".join(shortened(active_remedies(story.remedies), _MOST_LEFT)),
+        "active": "; ".join(active_remedies(story.remedies)),
         "weights": weights if story.state == "completed" and weights.is_file() else None,
         "best": story.best,
         "newest": newest and {"path": newest.path, "step": newest.step, "kind": newest.kind},
