@@ -110,17 +110,6 @@ def at_work(run_dir: Path) -> str | None:
     return holder_of(run_dir)
 
 
-def facts_of(run_dir: Path) -> RunFacts:
-    """Read what a directory says of its run besides the journal."""
-    return RunFacts(
-        process=at_work(run_dir),  # first: a process that ends now has written its summary
-        summary=read_ending(run_dir, SUMMARY) or {},
-        failure=failure(run_dir),
-        refusal=read_ending(run_dir, REFUSED) or {},
-        is_run=is_run(run_dir),
-    )
-
-
 _QUIET = 50  # updates without what came back, after which it is over
 
 

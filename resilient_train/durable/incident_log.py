@@ -120,7 +120,7 @@ class IncidentLog(RunHistory):
     ) -> Incident:
         """Add an incident before anything is done about it; open incidents of the same kind have recurred.
 
-        If the decision is to give up, all have failed. `done` are fields that say what was done already.
+        If the decision is to give up, all have failed. `done` are its fields that say what was done already.
         """
         number, kind, gives_up = self.next_id, kind_of(anomaly.signal, diagnosis), decision.gave_up is not None
         for one in self.open_incidents:
@@ -134,12 +134,6 @@ class IncidentLog(RunHistory):
         outcome = Outcome.GAVE_UP if gives_up else None
         incident = Incident(number, anomaly, diagnosis, decision, outcome=outcome, **done)
         self.add(incident, effects)
-        return incident
-
-    def report(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, **done: Any) -> Incident:
-        """Add an incident about which something was done already: `done` are its fields that say what, and effects."""
-        incident = self.open(anomaly, diagnosis, decision, **done)
-        self.record_treatment(incident)
         return incident
 
     def add(self, incident: Incident, effects: _Effects = None) -> None:

@@ -134,7 +134,8 @@ class CheckpointKeeper:
         anomaly = Anomaly(signal, step, self._parts.clock.tick, since, evidence)
         known = by_signal(anomaly)
         diagnosis = replace(known, advice=advice or known.advice, rows=rows)
-        self.incident_log.report(anomaly, diagnosis, Decision((Action(remedy),)), **done)
+        opened = self.incident_log.open(anomaly, diagnosis, Decision((Action(remedy),)), **done)
+        self.incident_log.record_treatment(opened)
 
     def run_completed(self) -> None:
         """Close the incident about checkpoints that cannot be saved: otherwise a success does."""

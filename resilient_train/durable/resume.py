@@ -223,7 +223,8 @@ def explain_mismatch(live: Mapping[str, Tree], saved: Mapping[str, Tree]) -> str
     """Say in one line why a loaded state does not fit the parts of the run; empty if it does."""
     try:
         here, there = _shapes(live), _shapes(saved)
-        groups = [(len(live[name]["groups"]), len(saved[name]["groups"])) for name in live if _is_optimizer(name)]
+        optimizers = [name for name in live if name.startswith("optimizer.")]
+        groups = [(len(live[name]["groups"]), len(saved[name]["groups"])) for name in optimizers]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         return f"it does not have the structure of a state: {in_one_line(error)}"
     for name in [*here, *there]:
@@ -235,13 +236,9 @@ def explain_mismatch(live: Mapping[str, Tree], saved: Mapping[str, Tree]) -> str
     return ""
 
 
-def _is_optimizer(part: str) -> bool:
-    return part.startswith("optimizer.")
-
-
 def _shapes(parts: Mapping[str, Tree]) -> dict[str, object]:
     """Describe what has to be the same, by name."""
-    kinds = {name: sorted(part) if _is_optimizer(name) else "a part" for name, part in parts.items()}
+    kinds = {name: sorted(part) if name.startswith("optimizer.") else "a part" for name, part in parts.items()}
     return kinds | {name: f"{one.dtype} {list(one.shape)}" for name, one in parts["weights"].items()}
 
 

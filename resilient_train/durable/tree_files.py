@@ -1,16 +1,15 @@
 """Trees of tensors and plain values as two files: names, numbers and text, nothing that executes on loading.
 
 `tensors.safetensors` holds the tensors and arrays, by number. `tree.json` holds the rest: null,
-booleans, integers, finite floats, text and lists as themselves, and all else as an object with one of these keys:
+booleans, numbers (also NaN and Infinity), text and lists as themselves, and all else as an object with one of these:
 
-    {"dict": [["lr", 0.1], [0, ...]]}   {"tuple": [...]}   {"float": "nan"}
+    {"dict": [["lr", 0.1], [0, ...]]}   {"tuple": [...]}
     {"tensor": "0"}   {"tensor": "1", "order": [0, 2, 3, 1], "device": "cuda"}   {"tensor": "2", "numpy": "array"}
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,7 @@ def chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
 
 Place = tuple[str | int, ...]  # the keys that lead to a node
 
-_PLAIN = (type(None), bool, int, str)
+_PLAIN = (type(None), bool, int, float, str)
 
 _CPU = torch.device("cpu")
 
@@ -98,7 +97,7 @@ class SerializedTree:
     def __init__(self, tree: Tree) -> None:
         """Convert to JSON; tensors are not copied from their devices before `write`."""
         self._tensors: dict[str, torch.Tensor] = {}
-        self._text = json.dumps(self._node(tree, ()), allow_nan=False)
+        self._text = json.dumps(self._node(tree, ()))
 
     def write(self, directory: Path) -> dict[str, dict[str, Any]]:
         return {
@@ -109,8 +108,6 @@ class SerializedTree:
     def _node(self, node: Tree, path: Place) -> Any:
         if type(node) in _PLAIN:
             return node
-        if type(node) is float:
-            return node if math.isfinite(node) else {"float": repr(node)}
         if type(node) in (list, tuple):
             values = [self._node(value, (*path, number)) for number, value in enumerate(node)]
             return values if type(node) is list else {"tuple": values}
@@ -156,8 +153,6 @@ class _Reading:
                 return {key: self.node(value) for key, value in items}
             case {"tuple": list(values)}:
                 return tuple(self.node(value) for value in values)
-            case {"float": word}:
-                return float(word)
             case {"tensor": name, "numpy": kind}:
                 array = self._tensor(name, node).numpy()
                 return array if kind == "array" else array[()]

@@ -11,13 +11,13 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from resilient_train.durable import endings
-from resilient_train.durable.endings import Status, Summary, status_of
+from resilient_train.durable.endings import RunFacts, Status, Summary, status_of
 from resilient_train.durable.journal import JOURNAL, read
 from resilient_train.durable.manifest import Entry, entries_of
 from resilient_train.durable.progress import position_of
@@ -53,16 +53,27 @@ def read_story(run_dir: Path, history: RunHistory | None = None) -> Story:
     Raises TrainError if its journal cannot be read.
     """
     run_dir = run_dir.absolute()
-    facts = endings.facts_of(run_dir)  # first: then the journal has what the run wrote before its end
+    process = endings.at_work(run_dir)  # first: a process that ends now has written its summary
+    summary = endings.read_ending(run_dir, endings.SUMMARY) or {}  # then: the journal has what was before
     try:
         history = history or RunHistory(read(run_dir / JOURNAL))
     except OSError as error:
         raise TrainError(f"{run_dir / JOURNAL} cannot be read: {error.strerror or error}") from error
     found, position = tuple(history.incidents), position_of(run_dir)
     newest = next((one for one in entries_of(run_dir) if one.is_usable), None)
-    step, tick = facts.summary.get("steps", position.step), facts.summary.get("ticks", position.tick)
+    step, tick = summary.get("steps", position.step), summary.get("ticks", position.tick)
     planned = endings.settings_of(run_dir).get("steps")
-    status = status_of(replace(facts, incidents=found, step=step))
+    status = status_of(
+        RunFacts(
+            incidents=found,
+            step=step,
+            process=process,
+            summary=summary,
+            failure=endings.failure(run_dir),
+            refusal=endings.read_ending(run_dir, endings.REFUSED) or {},
+            is_run=endings.is_run(run_dir),
+        )
+    )
     return Story(
         **vars(status),
         directory=run_dir,

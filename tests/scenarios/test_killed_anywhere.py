@@ -83,11 +83,6 @@ class Faults:
         return all(one["incident"]["anomaly"]["signal"] != signal for one in entries)
 
 
-def _write_now(writer: Any, job: Any) -> None:
-    writer.writing = job
-    writer._execute(job)
-
-
 def train(run_dir: Path) -> None:
     """The program, which resumes what there is."""
     files.disk, Writer.offer = Careless(), Writer.write_now  # type: ignore[assignment,method-assign]
