@@ -22,7 +22,7 @@ from resilient_train.durable.writer import Job, Writer
 from resilient_train.ground.errors import in_one_line, unusable
 from resilient_train.ground.files import at_disk
 from resilient_train.ground.reader import DiskConfig
-from resilient_train.ground.types import Action, Anomaly, Decision, Facts, Outcome, Signal, by_signal, fact
+from resilient_train.ground.types import Action, Anomaly, Decision, Outcome, Signal, by_signal, fact
 from resilient_train.ground.wording import IN_FILE_ONLY, log
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -118,22 +118,11 @@ class CheckpointKeeper:
         except OSError as error:
             log.error("checkpoints that may contain damage could not be demoted: %s", error.strerror)
 
-    def note_incident(
-        self,
-        signal: Signal,
-        evidence: Facts,
-        remedy: str,
-        *,
-        step: int,
-        since: int,
-        advice: Facts = (),
-        rows: tuple[int, ...] = (),
-        **done: Any,
-    ) -> None:
+    def note_incident(self, anomaly: Anomaly, remedy: str, *, rows: tuple[int, ...] = (), **done: Any) -> None:
         """Write down an incident of the process, the disk or a file, about which something was done already."""
-        anomaly = Anomaly(signal, step, self._parts.clock.tick, since, evidence)
-        known = by_signal(anomaly)
-        diagnosis = replace(known, advice=advice or known.advice, rows=rows)
+        diagnosis = by_signal(anomaly)
+        if rows:
+            diagnosis = replace(diagnosis, rows=rows, advice=fact("died_twice", rows=[*rows]))
         opened = self.incident_log.open(anomaly, diagnosis, Decision((Action(remedy),)), **done)
         self.incident_log.record_treatment(opened)
 
@@ -211,7 +200,7 @@ class CheckpointKeeper:
             entry = self._parts.world.on_main(lambda: newest(self._verified_until(since), damaged))
         if entry is not None:
             self._load(entry, resuming=False)
-            for found in incidents_of_damage(damaged, entry.step):
+            for found in incidents_of_damage(damaged, entry.step, self._parts.clock.tick):
                 self.note_incident(**found)
         return entry.path if entry is not None else None
 
@@ -303,7 +292,7 @@ class CheckpointKeeper:
             why = getattr(job.error, "strerror", None) or in_one_line(job.error)
             signal = Signal.DISK_FULL if is_full else Signal.CHECKPOINT_FAILED
             evidence = fact("not_written", step=step, why=why)
-            self.note_incident(signal, evidence, "try_again", step=step, since=step)
+            self.note_incident(Anomaly(signal, step, self._parts.clock.tick, step, evidence), "try_again")
             if not is_full:
                 log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)
 

@@ -17,13 +17,13 @@ from resilient_train.data.rows import no_watchdog
 from resilient_train.data.samples import Samples
 from resilient_train.durable import endings
 from resilient_train.durable.incident_log import IncidentLog
-from resilient_train.durable.manifest import DEMOTED, NO_MANIFEST, Damaged, Entry, Manifest
+from resilient_train.durable.manifest import DEMOTED, NO_MANIFEST, Damaged, Entry
 from resilient_train.durable.progress import Doing, Progress
 from resilient_train.durable.store import Saved, Store
 from resilient_train.durable.tree_files import reshard
 from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, unusable
 from resilient_train.ground.secrets import masked
-from resilient_train.ground.types import Incident, Signal, fact
+from resilient_train.ground.types import Anomaly, Incident, Signal, fact
 from resilient_train.ground.wording import log
 from resilient_train.processes.world import World
 
@@ -96,7 +96,7 @@ class Resumption:
             raise unusable(changed[0], what) if changed else TrainError(f"cannot resume: {what}")
         manifest = entry.manifest if entry is not None else NO_MANIFEST
         step = entry.step if entry else self.parts.clock.step  # 0, or what a trainer has made by its own checkpoint
-        found = incidents_of_damage(damaged, step)
+        found = incidents_of_damage(damaged, step, last.tick)
         skipped, span = None, last.stop - last.start
         has_died = last.doing is not Doing.ENDED and not endings.failure(directory, in_training=True)
         if has_died and last.doing is not Doing.BETWEEN and span > 0:
@@ -104,6 +104,8 @@ class Resumption:
             skipped = (last.start, last.stop) if times >= crashes else None
         if last.tick and has_died and (skipped or last.doing is not Doing.HUNG):
             found.append(self._crash(step, skipped))
+        has_changed = manifest.samples != self.parts.samples.slicing.samples
+        is_resized = has_changed and manifest.each == self.samples_per_process
         return ResumePlan(
             path=entry.path if entry else None,
             tick=last.tick,
@@ -111,13 +113,8 @@ class Resumption:
             found=tuple(found),
             incidents=tuple(incidents),
             skipped=skipped,
-            previous_samples_per_update=self._samples_to_keep(manifest),
+            previous_samples_per_update=manifest.samples if is_resized else 0,
         )
-
-    def _samples_to_keep(self, manifest: Manifest) -> int:
-        """The samples of an update in earlier processes, if only the number of processes has changed since; else 0."""
-        has_changed = manifest.samples != self.parts.samples.slicing.samples
-        return manifest.samples if has_changed and manifest.each == self.samples_per_process else 0
 
     def newest_readable(self, entries: Iterable[Entry], damaged: list[tuple[Entry, str]]) -> Entry | None:
         """The first checkpoint that verifies and fits this run; those before it are added to `damaged`."""
@@ -199,24 +196,21 @@ class Resumption:
 
     def _crash(self, step: int, skipped: tuple[int, int] | None) -> dict[str, Any]:
         last = self.progress.last
-        rows = self.parts.samples.rows_at(*skipped) if skipped else ()
+        signal = Signal.HANG if last.doing is Doing.HUNG else Signal.CRASH
+        evidence = fact("died", step=last.step, skipped=bool(skipped))
         return {
-            "signal": Signal.HANG if last.doing is Doing.HUNG else Signal.CRASH,
-            "evidence": fact("died", step=last.step, skipped=bool(skipped)),
+            "anomaly": Anomaly(signal, last.step + 1, last.tick, step, evidence),
             "remedy": "skip" if skipped else "go_on",
-            "step": last.step + 1,
-            "since": step,
-            "advice": fact("died_twice", rows=[*rows]) if rows else (),
-            "rows": rows,
+            "rows": self.parts.samples.rows_at(*skipped) if skipped else (),
             "rewound_to": step,
             "steps_lost": max(0, last.step - step),
         }
 
 
-def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list[dict[str, Any]]:
-    where = {"step": step + 1, "since": step, "rewound_to": step, "remedy": "fall_back"}
+def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int, tick: int) -> list[dict[str, Any]]:
     found = [fact("damaged", name=one.path.name, why=why) for one, why in damaged]
-    return [{"signal": Signal.CHECKPOINT_DAMAGED, "evidence": evidence, **where} for evidence in found]
+    anomalies = [Anomaly(Signal.CHECKPOINT_DAMAGED, step + 1, tick, step, evidence) for evidence in found]
+    return [{"anomaly": one, "remedy": "fall_back", "rewound_to": step} for one in anomalies]
 
 
 def explain_mismatch(live: Mapping[str, Tree], saved: Mapping[str, Tree]) -> str:

@@ -49,7 +49,12 @@ class RunHistory:
             self._add(**entry["effects"])
         match entry["kind"]:
             case "incident_opened" | "incident_treated" | "incident_closed" as kind:
-                self._recall_incident(kind, entry["incident"], entry["at"])
+                tree = entry["incident"]
+                incident = tree if isinstance(tree, Incident) else from_tree(tree)
+                if kind == TREATED:
+                    self.treated.add(incident.id)
+                known = self.by_id.get(incident.id)
+                self.adopt(replace(incident, at=known.at if known is not None else entry["at"]))
             case "incident_again":
                 if (known := self.by_id.get(entry["number"])) is not None:
                     again = (*known.again, tuple(entry["at_update"]))
@@ -76,13 +81,6 @@ class RunHistory:
         known = [saved, self.effects]  # at the same tick the journal's are newer
         older, newer = sorted(known, key=lambda one: one.get("tick", 0))
         return {**older, **newer}
-
-    def _recall_incident(self, kind: str, line: Any, at: int) -> None:
-        incident = line if isinstance(line, Incident) else from_tree(line)
-        if kind == TREATED:
-            self.treated.add(incident.id)
-        known = self.by_id.get(incident.id)
-        self.adopt(replace(incident, at=known.at if known is not None else at))
 
     def adopt(self, *incidents: Incident) -> None:
         """Take in what happened to incidents without noting it: a rank without a journal takes those of rank 0."""

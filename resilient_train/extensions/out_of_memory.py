@@ -12,7 +12,7 @@ from resilient_train.core.protocols import Effect, OnError, Retry
 from resilient_train.core.transaction import Transaction
 from resilient_train.extensions import Extension
 from resilient_train.ground.errors import TrainError, text_of
-from resilient_train.ground.types import Signal, fact
+from resilient_train.ground.types import Anomaly, Signal, fact
 from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_out_of_memory
 
@@ -54,5 +54,5 @@ class SmallerBatches(Extension, OnError):
             torch.cuda.empty_cache()
         self._rows = rows = self._run.samples.slicing.batch_size
         evidence = fact("smaller_batch", why=reason, rows=rows)
-        found = partial(self._run.keeper.note_incident, Signal.OUT_OF_MEMORY, evidence, "smaller_batch")
-        self._run.controls.note(partial(found, step=step, since=step - 1))
+        anomaly = Anomaly(Signal.OUT_OF_MEMORY, step, self._run.clock.tick, step - 1, evidence)
+        self._run.controls.note(partial(self._run.keeper.note_incident, anomaly, "smaller_batch"))

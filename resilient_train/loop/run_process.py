@@ -52,7 +52,8 @@ class RunProcess:
         progress, step = self._keeper.progress, self._run.clock.step
         progress.turned_to(Doing.HUNG if in_update and progress.is_updating else Doing.ENDED)
         lost = max(0, step - self._keeper.rescue())
-        self._keeper.note_incident(Signal.HANG, evidence, "end", step=step + 1, since=step, steps_lost=lost)
+        anomaly = Anomaly(Signal.HANG, step + 1, self._run.clock.tick, step, evidence)
+        self._keeper.note_incident(anomaly, "end", steps_lost=lost)
 
     def resume(self) -> bool:
         """Resume from the newest checkpoint that verifies; False if there is none."""

@@ -134,14 +134,13 @@ def _returns(group: Sequence[Incident]) -> bool:
 
 WEIGHTS = "weights.safetensors"  # of a run that finished
 
-_MOST_ADVICE = 5
 _NOT_OVER = (Outcome.UNRECOVERED, Outcome.GAVE_UP, Outcome.OBSERVED, None, Outcome.RECURRED)
 _FACTORS = ("lr", "clip", "decay")  # knobs that are 1 as configured; the others are 0
 
 
 def review(story: Story) -> list[str]:
     """Sum up a run in some twenty lines at most."""
-    things = [say(fact("to_do", what=one)) for one in shortened(things_to_do(story), _MOST_ADVICE)]
+    things = [say(fact("to_do", what=one)) for one in things_to_do(story)]
     return [": ".join(verdict(story)), *things, *left(story)]
 
 
@@ -187,18 +186,16 @@ def _last(story: Story) -> Incident | None:
     return next((one for one in reversed(story.incidents) if one.outcome not in _OVER), None)
 
 
-def things_to_do(story: Story) -> list[str]:
-    """Return what to do, the most important first, each with the number of incidents that ask for it."""
+def things_to_do(story: Story, most: int = 5) -> list[str]:
+    """Return what to do, the most important first, each with the number of incidents that ask for it.
+
+    Of a longer list it says how many are missing: never a single one, which would take as much room.
+    """
     advice = open_advice(story.incidents)
     asked = [say(fact("asked", advice=one, several=len(of) > 1, incident=of)) for one, of in advice]
+    if len(asked) > most + 1:
+        asked[most:] = [say(fact("more", count=len(asked) - most))]
     return asked or [*filter(None, [VERDICTS[story.status].to_do])]
-
-
-def shortened(lines: Sequence[str], most: int) -> list[str]:
-    """Cut a list, and say how many are missing: never a single one, which would take as much room."""
-    if len(lines) <= most + 1:
-        return list(lines)
-    return [*lines[:most], say(fact("more", count=len(lines) - most))]
 
 
 def left(story: Story) -> list[str]:

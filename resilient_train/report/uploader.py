@@ -28,7 +28,7 @@ from resilient_train.ground.secrets import masked
 from resilient_train.ground.types import fact
 from resilient_train.ground.wording import describe, printable, say, tags
 from resilient_train.report.connection import DATABASES, UploadCursor, database_of, root_cause, url
-from resilient_train.report.story import Story, left, read_story, shortened, things_to_do, verdict
+from resilient_train.report.story import Story, left, read_story, things_to_do, verdict
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -227,7 +227,7 @@ _LONGEST = 400  # characters of a line
 def note(story: Story) -> str:
     """Return the description in MLflow, with as many of the newest incidents as fit below its limit."""
     headline, details = verdict(story)
-    things = [text(one) for one in shortened(things_to_do(story), _MOST_TO_DO)]
+    things = [text(one) for one in things_to_do(story, _MOST_TO_DO)]
     first = f"**{text(headline)}.**"
     if things:
         first += f" **Do:** {' '.join(things)}"
