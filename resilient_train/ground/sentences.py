@@ -283,6 +283,7 @@ ADVICE = {
     "weight_moved": f"`{{name}}` went from {{before:.3g}} to {{now:.3g}}< at {{at:id}}>, {_BY_NO_UPDATE}",
     "again_after_rewind": "It happened again at the same place after a rewind.",
     "died_twice": "Look at {rows:rows}: the process ended there twice.",
+    "all_rows": "Look at {rows:rows}: their incidents say why. The last:",
     "ranks_decide": "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version of a file on another host, or a state that only some ranks change.",
     "on_purpose": "{what:say}: taken as a change on purpose; to declare it: expect=[{step:id}]",
     # Several incidents together.

@@ -98,7 +98,7 @@ def _best_of(run_dir: Path) -> dict[str, Any] | None:
 
 
 def open_advice(incidents: Sequence[Incident]) -> list[tuple[Facts, list[int]]]:
-    """Return what a person should change, first what is not over: each line, the newest row and each setting once,
+    """Return what a person should change, first what is not over: each line, all rows and each setting once,
     with the numbers of the incidents that ask for it.
 
     What happened once, was over and did not return needs no change.
@@ -109,7 +109,7 @@ def open_advice(incidents: Sequence[Incident]) -> list[tuple[Facts, list[int]]]:
             groups.setdefault(_asks_about(one), []).append(one)
     asking = [group for group in groups.values() if _is_unsolved(group) or _returns(group)]
     asking.sort(key=lambda group: (_is_unsolved(group), group[-1].id), reverse=True)
-    return [(group[-1].diagnosis.advice, [one.id for one in group]) for group in asking]
+    return [(_advice(group), [one.id for one in group]) for group in asking]
 
 
 def _asks_about(incident: Incident) -> object:
@@ -119,6 +119,13 @@ def _asks_about(incident: Incident) -> object:
     if diagnosis.rows or diagnosis.suspects:
         return "rows"
     return diagnosis.cause, *(one["fact"] for one in diagnosis.advice)
+
+
+def _advice(group: Sequence[Incident]) -> Facts:
+    """Return the newest advice; of several rows, it names all of them."""
+    rows = {row for one in group for row in one.diagnosis.rows or one.diagnosis.suspects}
+    is_of_rows = len(group) > 1 and len(rows) > 1 and group[-1].diagnosis.culprit is None
+    return (fact("all_rows", rows=sorted(rows)) if is_of_rows else ()) + group[-1].diagnosis.advice
 
 
 def _is_unsolved(group: Sequence[Incident]) -> bool:

@@ -92,7 +92,7 @@ def test_advice_is_told_once_for_each_line_cause_and_all_rows_the_most_important
     assert open_advice(met) == [
         (fact("gave_up"), [8]),
         (fact("open"), [7]),
-        (BAD_ROW.advice, [2, 6]),
+        (fact("all_rows", rows=[9, 77]) + BAD_ROW.advice, [2, 6]),
         (ROOT.advice, [3, 5]),
         (CLIMBED.advice, [1]),
     ]
