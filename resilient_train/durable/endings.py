@@ -220,11 +220,8 @@ def _status(run: RunFacts, state: str) -> str:
 def unrecovered(incidents: Sequence[Incident], step: int) -> Incident | None:
     """Return one that is unrecovered, or that came back, with none of its kind later that was over.
 
-    What was before the run gave up does not count: it was started with other settings since. Nor does what came back
-    up to an earlier end of the run, and not since it was extended.
+    What came back up to an earlier end of the run, and not since it was extended, does not count.
     """
-    given_up = max((place for place, one in enumerate(incidents) if one.decision.gave_up is not None), default=-1)
-    since = incidents[given_up + 1 :]
-    newest = {one.kind: one for one in since}.values()
+    newest = {one.kind: one for one in incidents}.values()
     left = (one for one in newest if one.outcome is Outcome.RECURRED and step < one.last_step + _QUIET)
-    return next((one for one in since if one.outcome is Outcome.UNRECOVERED), next(left, None))
+    return next((one for one in incidents if one.outcome is Outcome.UNRECOVERED), next(left, None))
