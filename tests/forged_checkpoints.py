@@ -43,7 +43,6 @@ def manifest(step: int, files: Any, *, kind: str = VERIFIED, tick: int | None = 
         tick=step if tick is None else tick,
         samples=4,
         each=4,
-        made_by="a test",
         effects={"tick": step, "skipped": [[8, 12]]},
         groups=[[{"lr": 0.1}]],
         files=dict(files),

@@ -161,24 +161,25 @@ def _note_writings() -> None:
     """Let a run write down at which steps it offers a checkpoint to its writer, and hears that it is written."""
     from resilient_train.durable.keeper import CheckpointKeeper
 
-    offer, heard, offered = CheckpointKeeper._offer, CheckpointKeeper._note_outcome, set[Any]()
+    make, heard, offered = CheckpointKeeper._job, CheckpointKeeper._note_outcome, set[Any]()
 
     def note(keeper: Any, what: str) -> None:
         run_dir = keeper._store.path.parent
         with open(run_dir.with_name(f"{run_dir.name}.{WRITINGS}"), "ab", buffering=0) as file:
             file.write(f"{os.getpid()} {what} {stand(run_dir).step}\n".encode())
 
-    def noting_offer(keeper: Any, job: Any) -> None:
-        note(keeper, f"offered {job.step}")
-        offered.add(job)
-        offer(keeper, job)
+    def noting_offer(keeper: Any, snapshot: Any) -> Any:
+        if (job := make(keeper, snapshot)) is not None:
+            note(keeper, f"offered {job.step}")
+            offered.add(job)
+        return job
 
     def noting_heard(keeper: Any, job: Any) -> None:
         heard(keeper, job)
         if job in offered:
             note(keeper, f"heard {job.step}")
 
-    CheckpointKeeper._offer, CheckpointKeeper._note_outcome = noting_offer, noting_heard  # type: ignore[assignment,method-assign]
+    CheckpointKeeper._job, CheckpointKeeper._note_outcome = noting_offer, noting_heard  # type: ignore[assignment,method-assign]
 
 
 # ------------------------------------------------------------------------------------------------------------- striking

@@ -10,7 +10,6 @@ from forged_checkpoints import manifest
 
 from resilient_train.durable.endings import RunFacts, status_of
 from resilient_train.durable.manifest import Entry
-from resilient_train.durable.run_history import Chapter
 from resilient_train.ground.types import (
     Action,
     Anomaly,
@@ -67,12 +66,6 @@ def incident(number: int, outcome: Outcome | None = Outcome.RECOVERED, **changed
     return replace(made, **changed)
 
 
-def chapter(told: Incident) -> Chapter:
-    at = BEGAN_MS + told.id * 600_000
-    closed = None if told.outcome is None else at + 60_000
-    return Chapter(told, at, at + 300, closed)
-
-
 def story(*incidents: Incident, **changed: Any) -> Story:
     newest = Entry(RUN / "checkpoints" / "step-00000250", manifest(250, {}, tick=300))
     summary = changed.get("summary", {})
@@ -80,7 +73,7 @@ def story(*incidents: Incident, **changed: Any) -> Story:
     status = status_of(RunFacts(incidents=incidents, summary=written, process="process 7"))
     made = Story(
         directory=RUN,
-        chapters=tuple(map(chapter, incidents)),
+        incidents=tuple(replace(one, at=BEGAN_MS + one.id * 600_000) for one in incidents),
         status=status.status,
         state=status.state,
         exit_code=status.exit_code,

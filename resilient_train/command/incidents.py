@@ -13,8 +13,8 @@ from resilient_train.durable.journal import JOURNAL
 from resilient_train.durable.run_history import in_words
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.types import Outcome, fact
-from resilient_train.ground.wording import describe, say
-from resilient_train.report.story import Story, block, read_story, review
+from resilient_train.ground.wording import describe, lines_of, say
+from resilient_train.report.story import Story, read_story, review
 
 _LOOK_EVERY_S = 1.0
 
@@ -63,15 +63,14 @@ def _print_summary(story: Story) -> None:
 
 def _print_news(story: Story, known: dict[int, Outcome | None], *, as_json: bool, follows: bool) -> None:
     """Show each incident, to who follows once it was treated, and its outcome when that is known."""
-    for chapter in story.chapters:
-        incident = chapter.incident
+    for incident in story.incidents:
         is_known = incident.id in known
-        is_being_treated = bool(story.process) and chapter.treated_ms is None and incident.outcome is None
+        is_being_treated = bool(story.process) and incident.id not in story.treated and incident.outcome is None
         if (is_being_treated and follows) or (is_known and known[incident.id] is incident.outcome):
             continue
         known[incident.id] = incident.outcome
         if as_json:
             print(json.dumps(in_words(incident)), flush=True)
         else:
-            for line in [describe(incident, "outcome")] if is_known else ["", *block(chapter)]:
+            for line in [describe(incident, "outcome")] if is_known else ["", *lines_of(incident, "block")]:
                 print_line(line)

@@ -223,7 +223,6 @@ class _Session:
         resume = Resume(
             None if settings.resume in ("auto", "never") else Path(settings.resume),
             tuple(directory.changes),
-            fresh="run.resume=never",
         )
         watchdog = Watchdog(  # from before the first line of user code
             {Phase.START: settings.start_timeout, Phase.STEP: settings.step_timeout, Phase.SAVE: settings.save_timeout},
@@ -293,7 +292,8 @@ class _Session:
             else:  # it hangs before it has resumed: the file `progress` still is the previous process's
                 last = position_of(directory.path)
                 anomaly = Anomaly(Signal.HANG, last.step + 1, last.tick, last.step, evidence)
-                self.incident_log.report(anomaly, by_signal(anomaly), Decision((Action("end"),)))
+                hung = self.incident_log.open(anomaly, by_signal(anomaly), Decision((Action("end"),)))
+                self.incident_log.record_treatment(hung)
         else:
             why = self._failure_elsewhere(Stopped())  # reads files, so not before the stacks are logged
             if why:

@@ -9,7 +9,7 @@ from resilient_train.command.terminal import print_line
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.types import fact
 from resilient_train.ground.wording import say
-from resilient_train.report.story import next_start, read_story, verdict
+from resilient_train.report.story import open_advice, read_story, verdict
 
 
 def main(words: list[str]) -> int:
@@ -24,7 +24,6 @@ def main(words: list[str]) -> int:
         return 1
     if story.state == "none":
         return no_run(given.run_dir)
-    onward = () if story.process or story.is_complete else next_start(story)
-    then = say(fact("then", things=len(story.advice), process=story.process, next=onward))
+    then = say(fact("then", things=len(open_advice(story.incidents)), process=story.process))
     print_line(f"{given.run_dir}: {': '.join(verdict(story))}{then}")
     return story.exit_code

@@ -58,7 +58,8 @@ class Recovery:
         `update` is the newest one, and `judged`, where its verdict found it; `is_scanned`: a scan of the state before.
         """
         parts, controls, checks, started = self.parts, self.controls, self.parts.checks, time.perf_counter()
-        if self.incident_log.counts_on(parts.clock.step):  # it is one more of an incident that is only observed
+        # It is one more of an incident that is only observed.
+        if self.incident_log.counts_on(parts.clock.tick, parts.clock.step):
             self._distrust(anomaly.since)
             return
         if judged is not None:
@@ -92,13 +93,11 @@ class Recovery:
         decision = parts.world.on_main(lambda: decide(self.policy, case, history))
         self._set_reference(anomaly.since, reached if reached_weights else None, diagnosis.cause, decision)
         before = self.incident_log.continued(anomaly.signal, diagnosis, decision)
-        incident = before or self.incident_log.open(
-            anomaly, diagnosis, decision, is_off=checks.episode.is_open, effects=controls.effects.changes()
-        )
+        incident = before or self.incident_log.open(anomaly, diagnosis, decision, effects=controls.effects.changes())
         if decision.gave_up is not None:
             self._give_up(incident)
         if self.observes:
-            self.incident_log.observe(replace(incident, seconds=time.perf_counter() - started), parts.clock.step)
+            self.incident_log.record_treatment(replace(incident, seconds=time.perf_counter() - started))
             return
         self.intentions.before_treatment(anomaly.step, anomaly.tick)
         self.carry_out(incident, suspects, started, was_refused=bool(refused), continues=anomaly if before else None)

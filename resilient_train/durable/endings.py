@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from resilient_train.durable.journal import commit_json
 from resilient_train.durable.lock import holder_of
-from resilient_train.durable.progress import PROGRESS
 from resilient_train.ground import files
 from resilient_train.ground.errors import GaveUp, Stopped, TrainError, short_message
 from resilient_train.ground.files import read_json, read_yaml
@@ -28,37 +27,12 @@ DEMOTED_END = ".demoted"  # of the name of a checkpoint: an incident began befor
 LAUNCH = ".launch"  # names what may restart the newest process of a run
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
-    steps: int | None = None  # planned
-    resumes: bool = False  # the same program resumes; otherwise it starts a new run in the next directory
-    given: Mapping[str, Any] = field(default_factory=dict)  # to the guard; for a person to read
-    is_trainers: bool = False  # which writes checkpoints of its own
-
-    def write(self, run_dir: Path) -> None:
-        commit_json(run_dir / LOOP, asdict(self))
-
-
-def loop_of(run_dir: Path) -> Loop | None:
-    """Read loop.json; None if there is none, or if it is damaged."""
-    try:
-        return Loop(**read_json(run_dir / LOOP))
-    except TypeError:
-        return None
-
-
 def settings_of(run_dir: Path) -> Mapping[str, Any]:
-    """Read the settings of a run of the command, the node `run` of its configuration; none if that is damaged."""
-    match read_yaml(run_dir / CONFIG):
-        case {"run": dict(settings)}:
+    """Read the node `run` of a configuration, or what a loop gave to its guard; nothing if that is damaged."""
+    match read_yaml(run_dir / CONFIG), read_json(run_dir / LOOP):
+        case ({"run": dict(settings)}, _) | (_, dict(settings)):
             return settings
     return {}
-
-
-def resumes(run_dir: Path) -> bool:
-    """Say whether the same command, or program, resumes the run; otherwise it starts a new one in a sibling."""
-    loop = loop_of(run_dir)
-    return settings_of(run_dir).get("resume") != "never" if loop is None else loop.resumes
 
 
 def is_run(run_dir: Path) -> bool:
@@ -90,9 +64,6 @@ class Summary:
     trial_updates: int = 0  # made to try remedies: neither steps nor ticks
     why: str | None = None  # it did not complete, in one line
 
-    def write(self, path: Path) -> None:
-        commit_json(path, asdict(self))
-
 
 def begin(run_dir: Path, *, is_finished: bool) -> None:
     """Remove what earlier processes wrote about their end. A finished run keeps its summary: nothing begins there."""
@@ -121,11 +92,8 @@ def note_failure(run_dir: Path, rank: int, why: str, *, in_training: bool) -> No
 
 def failure(run_dir: Path | None, *, in_training: bool = False) -> str:
     """Return the error of the first rank other than 0 that noted one, in one line; empty if none did."""
-    noted = []
-    for path in run_dir.glob(_FAILED.format("*")) if run_dir is not None else ():
-        match read_json(path):
-            case {"rank": int(rank), "why": str(why), "in_training": bool(explains)} if explains or not in_training:
-                noted.append((rank, " ".join(why.split())))
+    notes = [read_json(path) for path in run_dir.glob(_FAILED.format("*"))] if run_dir is not None else []
+    noted = [(one["rank"], one["why"]) for one in notes if one and (one["in_training"] or not in_training)]
     return "rank {}: {}".format(*min(noted)) if noted else ""
 
 
@@ -140,25 +108,6 @@ def at_work(run_dir: Path) -> str | None:
     if (run_dir / LOOP).is_file() and read_ending(run_dir, SUMMARY) is not None:
         return None  # the process of the caller's loop may be busy with something else
     return holder_of(run_dir)
-
-
-def facts_of(run_dir: Path) -> RunFacts:
-    """Read what a directory says of its run besides the journal."""
-    return RunFacts(
-        process=at_work(run_dir),  # first: a process that ends now has written its summary
-        summary=read_ending(run_dir, SUMMARY) or {},
-        failure=failure(run_dir),
-        refusal=read_ending(run_dir, REFUSED) or {},
-        is_run=is_run(run_dir),
-    )
-
-
-def last_sign_ms(run_dir: Path) -> int | None:
-    """Return when a run that is over last wrote how it stands, in ms since 1970."""
-    for name in (SUMMARY, PROGRESS):
-        with suppress(OSError):
-            return (run_dir / name).stat().st_mtime_ns // 1_000_000
-    return None
 
 
 _QUIET = 50  # updates without what came back, after which it is over
@@ -196,8 +145,7 @@ class Status:
 
     def written(self) -> dict[str, Any]:
         """Return its fields of summary.json."""
-        fared = "well" if self.status == "clean" else self.status
-        verdict = fared if self.state == "completed" else self.state
+        verdict = self.status if self.state == "completed" else self.state
         return {"status": self.state, "exit_code": self.exit_code, "verdict": verdict, "why": self.why or None}
 
     @property
@@ -247,12 +195,10 @@ def _state(run: RunFacts) -> str:
 
 def _status(run: RunFacts, state: str) -> str:
     is_complete, verdict, incidents = state == "completed", run.summary.get("verdict"), run.incidents
-    if state == "killed":
-        return "failed"
-    if state in ("failed", "gave_up", "preempted"):
+    if state in ("killed", "failed", "gave_up", "preempted"):
         return state
     if is_complete and verdict in _VERDICTS:
-        return "clean" if verdict == "well" else str(verdict)
+        return str(verdict)
     is_clean = all(one.is_accepted for one in incidents)
     if not is_clean:
         if incidents[-1].outcome is Outcome.GAVE_UP and not is_complete:
@@ -266,7 +212,7 @@ def _status(run: RunFacts, state: str) -> str:
     if is_complete and run.is_stalled:
         return "no_progress"
     if is_clean:
-        return "clean"
+        return "well"
     is_open = any(one.outcome is None for one in incidents)
     return "recovering" if is_open and not is_complete else "recovered"
 
@@ -274,11 +220,8 @@ def _status(run: RunFacts, state: str) -> str:
 def unrecovered(incidents: Sequence[Incident], step: int) -> Incident | None:
     """Return one that is unrecovered, or that came back, with none of its kind later that was over.
 
-    What was before the run gave up does not count: it was started with other settings since. Nor does what came back
-    up to an earlier end of the run, and not since it was extended.
+    What came back up to an earlier end of the run, and not since it was extended, does not count.
     """
-    given_up = max((place for place, one in enumerate(incidents) if one.decision.gave_up is not None), default=-1)
-    since = incidents[given_up + 1 :]
-    newest = {one.kind: one for one in since}.values()
+    newest = {one.kind: one for one in incidents}.values()
     left = (one for one in newest if one.outcome is Outcome.RECURRED and step < one.last_step + _QUIET)
-    return next((one for one in since if one.outcome is Outcome.UNRECOVERED), next(left, None))
+    return next((one for one in incidents if one.outcome is Outcome.UNRECOVERED), next(left, None))

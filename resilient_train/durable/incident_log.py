@@ -10,13 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from resilient_train.durable.journal import JOURNAL, Journal, LineFile
-from resilient_train.durable.run_history import AGAIN, CLOSED, OPENED, TREATED, RunHistory, as_line, in_words
+from resilient_train.durable.run_history import AGAIN, CLOSED, OPENED, TREATED, RunHistory, in_words
 from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.files import commit
 from resilient_train.ground.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, kind_of
@@ -24,6 +24,7 @@ from resilient_train.ground.wording import describe, log
 
 INCIDENTS = "incidents.jsonl"  # its name in a run directory
 _Effects = Mapping[str, Any] | None  # of remedies: those that have changed
+_OF_SAVING = (Signal.DISK_FULL, Signal.CHECKPOINT_FAILED)  # which healthy updates do not close
 _AGAIN = 64  # updates that one incident counts, as each reading of it and each of its lines has them all
 
 
@@ -36,16 +37,13 @@ class IncidentLog(RunHistory):
         self._journal = None if directory is None else Journal(directory / JOURNAL)
         super().__init__(self._journal.entries if self._journal else ())
         self.sinks: list[Any] = []  # an `extensions.Sink` each
-        self.ongoing = 0  # number of the incident that healthy updates do not close: checkpoints cannot be saved
-        self._anomalous_step = 0  # the newest that an observed incident has counted
         # The process ended before it did what was decided.
-        undone = [one for one in self.open_incidents if self.chapters[one.id].treated_ms is None]
-        self.adopt(replace(one, decision=replace(one.decision, actions=())) for one in undone)
+        undone = [one for one in self.open_incidents if one.id not in self.treated]
+        self.adopt(*(replace(one, decision=replace(one.decision, actions=())) for one in undone))
         self._list = None
         if directory is not None:  # what a kill or a full disk has left out of the list, the journal has
             self._list = LineFile(directory / INCIDENTS, "the lines that it lacks are written later")
-            over = [one for one in self.chapters.values() if one.closed_ms is not None]
-            lines = [_line(one.incident) for one in sorted(over, key=lambda one: one.closed_ms or 0)]
+            lines = [_line(one) for one in self.incidents if one.outcome is not None]
             with self._list.attempts.attempt():
                 commit(self._list.path, lines)
 
@@ -59,7 +57,7 @@ class IncidentLog(RunHistory):
 
     @property
     def next_id(self) -> int:
-        return next(reversed(self.chapters), 0) + 1
+        return next(reversed(self.by_id), 0) + 1
 
     def tally(self) -> dict[str, Any]:
         by_cause = Counter(str(one.diagnosis.cause) for one in self.incidents)
@@ -71,8 +69,8 @@ class IncidentLog(RunHistory):
         fields = {name: value for name, value in fields.items() if value is not None}
         self.recall({"kind": kind, "at": time.time_ns() // 1_000_000, **fields})
         if self._journal is not None:
-            lines = {name: as_line(one) if isinstance(one, Incident) else one for name, one in fields.items()}
-            self._journal.write(kind, **lines)
+            trees = {name: asdict(one) if isinstance(one, Incident) else one for name, one in fields.items()}
+            self._journal.write(kind, **trees)
         if self.sinks:
             self.tell(
                 kind, **{name: in_words(one) if isinstance(one, Incident) else one for name, one in fields.items()}
@@ -102,64 +100,37 @@ class IncidentLog(RunHistory):
         for entry in self._journal.entries if self._journal is not None else ():
             with suppress(ValueError):  # about an incident that cannot be read
                 history.recall(entry)
-            if number in history.chapters:
+            if number in history.by_id:
                 break
         return history.effects
 
     def note_process_end(self, tick: int, start: int, stop: int) -> int:
         """Note which samples were in use when a process ended; return how many processes in a row ended at these."""
         self.note("process_ended", tick=tick, start=start, stop=stop)
-        return len(list(takewhile(lambda one: one == (start, stop), reversed(self._endings.values()))))
+        return len(list(takewhile(lambda one: one == (start, stop), reversed(self._endings))))
 
     # From opening to outcome.
 
     def open(
-        self,
-        anomaly: Anomaly,
-        diagnosis: Diagnosis,
-        decision: Decision,
-        *,
-        is_off: bool = False,
-        effects: _Effects = None,
+        self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, effects: _Effects = None, **done: Any
     ) -> Incident:
         """Add an incident before anything is done about it; open incidents of the same kind have recurred.
 
-        If the decision is to give up, all have failed; those that left damage are unrecovered if the loss `is_off`.
+        If the decision is to give up, all have failed. `done` are its fields that say what was done already.
         """
-        number = self._number(kind_of(anomaly.signal, diagnosis), anomaly.step, decision, is_off=is_off)
-        incident = Incident(number, anomaly, diagnosis, decision)
-        if decision.gave_up is not None:
-            incident = replace(incident, outcome=_failed(incident, is_off=False))
-        self.add(incident, effects)
-        return incident
-
-    def report(
-        self,
-        anomaly: Anomaly,
-        diagnosis: Diagnosis,
-        decision: Decision,
-        *,
-        effects: _Effects = None,
-        **done: Any,
-    ) -> Incident:
-        """Add an incident about which something was done already: `done` are its fields that say what."""
-        number = self._number(kind_of(anomaly.signal, diagnosis), anomaly.step, decision)
-        incident = Incident(number, anomaly, diagnosis, decision, **done)
-        self.record_treatment(incident, effects=effects)
-        return incident
-
-    def _number(self, kind: tuple[object, ...], step: int, decision: Decision, *, is_off: bool = False) -> int:
-        """Return the number of a new incident of a kind, and close those that have recurred or failed with it."""
-        number = self.next_id
+        number, kind, gives_up = self.next_id, kind_of(anomaly.signal, diagnosis), decision.gave_up is not None
         for one in self.open_incidents:
             is_same_kind = one.kind == kind
-            if is_same_kind and one.is_interrupted and step == one.anomaly.step:
+            if is_same_kind and one.is_interrupted and anomaly.step == one.anomaly.step:
                 number = one.id  # here it is again
             elif is_same_kind:
                 self.close(one, Outcome.RECURRED)
-            elif decision.gave_up is not None:
-                self.close(one, _failed(one, is_off=is_off))
-        return number
+            elif gives_up:
+                self.close(one, Outcome.GAVE_UP)
+        outcome = Outcome.GAVE_UP if gives_up else None
+        incident = Incident(number, anomaly, diagnosis, decision, outcome=outcome, **done)
+        self.add(incident, effects)
+        return incident
 
     def add(self, incident: Incident, effects: _Effects = None) -> None:
         self.note(OPENED, incident=incident, effects=effects)
@@ -172,7 +143,7 @@ class IncidentLog(RunHistory):
     def update(self, incident: Incident) -> None:
         self.note(TREATED, incident=incident)
 
-    def close(self, incident: Incident, outcome: Outcome | None = None, *, healthy_steps: int | None = None) -> None:
+    def close(self, incident: Incident, outcome: Outcome | None = None) -> None:
         """Record the outcome of an incident, by default the one it has, and list it."""
         outcome = Outcome.OBSERVED if incident.is_observed else outcome
         incident = replace(incident, outcome=outcome or incident.outcome)
@@ -183,7 +154,7 @@ class IncidentLog(RunHistory):
             self._list.flush(sync=False)
         # One that recurred is reported by the incident that came after it.
         if incident.outcome in (Outcome.RECOVERED, Outcome.OBSERVED):
-            log.info("%s", describe(incident, "outcome", healthy=healthy_steps))
+            log.info("%s", describe(incident, "outcome"))
 
     def note_effects(self, *, effects: Mapping[str, Any]) -> None:
         """Note which effects have changed, where no incident is noted with them."""
@@ -193,11 +164,9 @@ class IncidentLog(RunHistory):
         """Close what has recovered; while `loss_is_off` its reference, incidents that left damage stay open."""
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
-            if one.is_observed:
-                reached = max(reached, self._anomalous_step)
-            is_over = step >= reached + recovered_after and one.id != self.ongoing
+            is_over = step >= reached + recovered_after and one.anomaly.signal not in _OF_SAVING
             if is_over and not (loss_is_off and one.left_damage):
-                self.close(one, Outcome.RECOVERED, healthy_steps=recovered_after)
+                self.close(one, Outcome.RECOVERED)
 
     # An incident that is only observed counts the anomalous updates that follow, as NaN makes only one.
 
@@ -205,22 +174,11 @@ class IncidentLog(RunHistory):
     def is_observing(self) -> bool:
         return any(one.is_observed for one in self.open_incidents)
 
-    def observe(self, incident: Incident, step: int) -> None:
-        self._anomalous_step = step
-        self.record_treatment(incident)
-
-    def resumed(self, step: int) -> None:
-        """Wait as long for the end of an observed incident as if it had lasted until now."""
-        self._anomalous_step = step
-
-    def counts_on(self, step: int) -> bool:
-        """Count an anomalous update into the incident, and write down each doubling; False if there is none."""
+    def counts_on(self, tick: int, step: int) -> bool:
+        """Count an anomalous update, the newest, into the incident; False if there is none."""
         incident = next((one for one in self.open_incidents if one.is_observed), None)
-        if incident is not None and step > self._anomalous_step:
-            self._anomalous_step, incident = step, replace(incident, further=incident.further + 1)
-            self.adopt([incident])
-            if _log_doubling(incident, step):
-                self.update(incident)
+        if incident is not None and step > incident.last_step:
+            self.adopt(replace(incident, further=incident.further + 1, again=((tick, step),)))
         return incident is not None
 
     def continued(self, signal: Signal, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
@@ -241,7 +199,6 @@ class IncidentLog(RunHistory):
     def count_again(self, incident: Incident, anomaly: Anomaly, *, effects: _Effects = None) -> None:
         """Count an update into the incident that it continues: strikes and budgets count it, also after a restart."""
         self.note(AGAIN, number=incident.id, at_update=[anomaly.tick, anomaly.step], effects=effects)
-        _log_doubling(self.open_by_id[incident.id], anomaly.step)
 
     def close_all(self, outcome: Outcome, *, healthy_since: int | None = None) -> None:
         """Close open incidents as the training ends: as recovered, or with `outcome` if they left damage.
@@ -255,15 +212,15 @@ class IncidentLog(RunHistory):
             was = before.get(one.kind)
             is_again = bool(one.again) or (is_skip and was is Outcome.RECURRED)
             has_recurred = is_again and healthy_since is not None and reached > healthy_since
-            if one.id != self.ongoing:
+            if one.anomaly.signal not in _OF_SAVING:
                 over = Outcome.RECURRED if has_recurred else Outcome.RECOVERED
                 self.close(one, outcome if one.left_damage else over)
 
-    def close_ongoing(self, number: int) -> None:
-        """Close an incident as the run ends, if it is open: as unrecovered if it is ongoing."""
-        if (incident := self.open_by_id.get(number)) is not None:
-            self.close(incident, Outcome.UNRECOVERED if number == self.ongoing else Outcome.RECOVERED)
-        self.ongoing = 0
+    def close_saving(self, outcome: Outcome) -> None:
+        """Close incidents about checkpoints that could not be saved."""
+        for one in self.open_incidents:
+            if one.anomaly.signal in _OF_SAVING:
+                self.close(one, outcome)
 
     def close_files(self) -> None:
         if self._list is not None and self._list.waiting:
@@ -274,16 +231,3 @@ class IncidentLog(RunHistory):
 
 def _line(incident: Incident) -> bytes:
     return json.dumps(in_words(incident)).encode() + b"\n"
-
-
-def _log_doubling(incident: Incident, step: int) -> bool:
-    """Log how many updates have followed if that is a power of two, and say whether it is."""
-    is_doubled = incident.further & (incident.further - 1) == 0
-    if is_doubled:
-        log.info("%s", describe(incident, "further", now=step))
-    return is_doubled
-
-
-def _failed(incident: Incident, *, is_off: bool) -> Outcome:
-    is_off = is_off or incident.anomaly.signal is Signal.NOT_RECOVERED
-    return Outcome.UNRECOVERED if is_off and incident.left_damage else Outcome.GAVE_UP

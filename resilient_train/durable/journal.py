@@ -2,7 +2,7 @@
 
 Each entry is one line of JSON with its own checksum:
 
-    {"n": 17, "at": 1767225600000, "kind": "incident_opened", "format": 2, "incident": {...}, "crc": "5f3a9c01"}
+    {"n": 17, "at": 1767225600000, "kind": "incident_opened", "format": 3, "incident": {...}, "crc": "5f3a9c01"}
 
 `n` counts the entries, `at` is in milliseconds since 1970, `crc` is the CRC-32 of the line up to the comma before it.
 The outbox has the same kind of lines.
@@ -34,7 +34,7 @@ JOURNAL = "journal.jsonl"  # its name in a run directory
 
 Entry = dict[str, Any]
 
-_FORMAT = 2
+_FORMAT = 3
 _SEALED = re.compile(rb'(?P<body>\{.*), "crc": "(?P<crc>[0-9a-f]{8})"\}')
 
 
@@ -55,8 +55,6 @@ class WriteAttempts:
                 log.warning("%s cannot be written (%s): %s", self._path, error.strerror or error, self._meanwhile)
             self.has_failed = True
         else:
-            if self.has_failed:
-                log.info("%s is written again", self._path)
             self.has_failed = False
 
 
@@ -99,8 +97,7 @@ class Journal(LineFile):
         try:
             found = [entry for entry, _ in entries(path)]
         except OSError as error:
-            why = f"cannot be read ({error.strerror}): make it readable, or move it away to forget it"
-            raise TrainError(f"{path} {why if error.strerror else error}") from error
+            raise TrainError(f"{path} cannot be read: {error.strerror or error}") from error
         self.entries = [entry for entry in found if entry is not None]
         self._number: int = self.entries[-1]["n"] if self.entries else 0
         self._lock = threading.Lock()  # a watchdog may write as well
@@ -145,7 +142,7 @@ def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
                 return
             end += len(line)
             if entry is not None and (form := entry.get("format", _FORMAT)) != _FORMAT:
-                what = f"is of format {form!s:.20}, where this version reads {_FORMAT}"
+                what = f"it is of format {form!s:.20}, where this version reads {_FORMAT}"
                 raise OSError(f"{what}: resume the run with the version of resilient_train that wrote it")
             yield entry, end
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from resilient_train import __version__
 from resilient_train.core.ring import Snapshot
 from resilient_train.core.tree import put_together, taken_apart
 from resilient_train.durable.incident_log import IncidentLog
@@ -24,7 +22,7 @@ from resilient_train.durable.writer import Job, Writer
 from resilient_train.ground.errors import in_one_line, unusable
 from resilient_train.ground.files import at_disk
 from resilient_train.ground.reader import DiskConfig
-from resilient_train.ground.types import Action, Anomaly, Decision, ProcessIncident, Signal, by_signal, fact
+from resilient_train.ground.types import Action, Anomaly, Decision, Outcome, Signal, by_signal, fact
 from resilient_train.ground.wording import IN_FILE_ONLY, log
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -47,24 +45,20 @@ class CheckpointKeeper:
         self._due_at_once = (-config.every, 0)  # in place of one that was demoted, or a candidate
         self.is_verified = True  # the state that the run was resumed from
         self._is_failing = False
-        self._saving_incident = 0  # number of the newest one about checkpoints that cannot be saved
 
     def check(self) -> None:
-        """Raise ConfigError on all ranks, each of which calls this, if something could never be saved."""
-        parts = self._parts.state.live()
-        parts |= {f"remembered.{name}": item.state_dict() for name, item in self.resumption.remembered.items()}
-        mine: dict[str, str] = {}
-        for name, part in parts.items() if self._writes else ():
-            try:
-                SerializedTree(put_together(*taken_apart(part), lambda local, sharding: local))
-            except Exception as error:
-                called = f"keep({name.removeprefix('kept.')}=...)" if name.startswith("kept.") else name
-                mine[called] = f"its state cannot be saved: {in_one_line(error)}"
-        for found in self._parts.world.all_of(mine):
-            for name, why in found.items():
-                if self._config.every:
-                    raise unusable(name, why)
-                log.warning("%s: %s", name, why)
+        """Raise ConfigError on all ranks, each of which calls this, if a state could never be saved."""
+        if self._config.every and (why := self._parts.world.on_main(self._unfit)):
+            raise unusable("checkpoint.disk.every", f"the state of the run cannot be saved: {why}")
+
+    def _unfit(self) -> str:
+        remembered = {name: item.state_dict() for name, item in self.resumption.remembered.items()}
+        try:
+            tree = {**self._parts.state.live(), "remembered": remembered}
+            SerializedTree(put_together(*taken_apart(tree), lambda local, sharding: local))
+        except Exception as error:
+            return in_one_line(error)
+        return ""
 
     @property
     def saving_since(self) -> float | None:
@@ -87,8 +81,8 @@ class CheckpointKeeper:
         is_free = writer.writing is None
         if self._is_sharded:
             is_free = self._parts.world.on_main(lambda: writer.writing is None)
-        if is_free:
-            self._offer(self._job(snapshot))
+        if is_free and (job := self._job(snapshot)) is not None:
+            writer.offer(job)
 
     def distrust(self, since: int) -> None:
         """Demote every checkpoint after `since`, the newest step that can be trusted. Waits for the one being written
@@ -106,24 +100,17 @@ class CheckpointKeeper:
         except OSError as error:
             log.error("checkpoints that may contain damage could not be demoted: %s", error.strerror)
 
-    def note_incident(self, seen: ProcessIncident, *, effects: Mapping[str, Any] | None = None) -> int:
-        """Write down an incident of the process, not of the training, about which something was done already."""
-        tick = self._parts.clock.tick
-        anomaly = Anomaly(seen.signal, seen.step, tick, seen.since, seen.evidence)
-        known = by_signal(anomaly)
-        diagnosis = replace(known, advice=seen.advice or known.advice, rows=seen.rows)
-        return self.incident_log.report(
-            anomaly,
-            diagnosis,
-            Decision((Action(seen.remedy),)),
-            effects=effects,
-            rewound_to=seen.rewound_to,
-            steps_lost=seen.steps_lost,
-        ).id
+    def note_incident(self, anomaly: Anomaly, remedy: str, *, rows: tuple[int, ...] = (), **done: Any) -> None:
+        """Write down an incident of the process, the disk or a file, about which something was done already."""
+        diagnosis = by_signal(anomaly)
+        if rows:
+            diagnosis = replace(diagnosis, rows=rows, advice=fact("died_twice", rows=[*rows]))
+        opened = self.incident_log.open(anomaly, diagnosis, Decision((Action(remedy),)), **done)
+        self.incident_log.record_treatment(opened)
 
     def run_completed(self) -> None:
         """Close the incident about checkpoints that cannot be saved: otherwise a success does."""
-        self.incident_log.close_ongoing(self._saving_incident)
+        self.incident_log.close_saving(Outcome.UNRECOVERED if self._is_failing else Outcome.RECOVERED)
 
     # When a run ends. The newest verified snapshot is written unless a checkpoint as new is there.
 
@@ -153,13 +140,9 @@ class CheckpointKeeper:
         usable = self._store.usable()
         return (usable[0].step, usable[0].path if is_saved else None) if usable else (0, None)
 
-    def rescue(self) -> tuple[int, Callable[[], object]]:
-        """From another thread, while the loop hangs: the steps that are lost, and a function that saves the others."""
-        snapshot, left = self._parts.ring.newest_verified(), [self._begun[1]]  # not from the disk, which may hang
-        may_save = self._commits and not self._is_sharded and self._writer.writing is None
-        if may_save and snapshot is not None:
-            left.append(snapshot.step)
-        return max(0, self._parts.clock.step - max(left)), self.save_newest if may_save else lambda: None
+    def rescue(self) -> int:
+        """From another thread, while the loop hangs: save what can be saved, and return the step to resume from."""
+        return self.save_newest()[0] if self._writer.writing is None else self._begun[1]  # else the disk may hang
 
     def finish(self, effects: Mapping[str, Any], *, healthy: bool, damaged: bool = False) -> Path | None:
         """Write the present state: verified at a healthy end without damage, else a candidate. All ranks call this."""
@@ -175,11 +158,10 @@ class CheckpointKeeper:
             self.save(verified)  # to go back to, should the candidate be bad
         return path
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until nothing is being written; False if it still is after so many seconds."""
-        is_over = self._writer.wait(seconds)
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        self._writer.wait()
         self._read_outcomes()
-        return is_over
 
     def begin(self, plan: ResumePlan) -> None:
         """Load the checkpoint that the run resumes from. All ranks call this."""
@@ -193,12 +175,10 @@ class CheckpointKeeper:
         with at_disk():
             newest = self.resumption.newest_readable
             entry = self._parts.world.on_main(lambda: newest(self._verified_until(since), damaged))
-        for one, why in damaged:
-            log.error("the checkpoint %s cannot be restored: it %s", one.path.name, why)
         if entry is not None:
             self._load(entry, resuming=False)
-            for found in incidents_of_damage(damaged, entry.step):
-                self.note_incident(found)
+            for found in incidents_of_damage(damaged, entry.step, self._parts.clock.tick):
+                self.note_incident(**found)
         return entry.path if entry is not None else None
 
     def has_verified(self, since: int) -> bool:
@@ -234,10 +214,6 @@ class CheckpointKeeper:
         entry = self._write_now(job).entry if job is not None else None
         return entry.path if entry is not None else None
 
-    def _offer(self, job: Job | None) -> None:
-        if job is not None:
-            self._writer.offer(job)
-
     def _job(self, snapshot: Snapshot) -> Job | None:
         """Make a job that writes a snapshot, on rank 0 alone. All ranks gather a sharded state for it."""
         parts, store = self._parts, self._store
@@ -264,7 +240,6 @@ class CheckpointKeeper:
                 tick=tick,
                 samples=parts.samples.slicing.samples,
                 each=self.resumption.samples_per_process,
-                made_by=f"resilient_train {__version__}, torch {torch.__version__}",
                 effects=dict(snapshot.effects),
                 groups=self.resumption.configured,
                 files={},
@@ -273,17 +248,12 @@ class CheckpointKeeper:
             exported = content["weights"] | {name: one for name, one in buffers.items() if one is not None}
             entry = store.write(manifest, content, exported, persistent)
             self.incident_log.note("checkpoint_saved", step=step, tick=tick)
-            self._prune()  # it was read back before it was committed
+            reference = parts.checks.episode.reference
+            with suppress(OSError):  # the new one was read back before it was committed
+                store.prune(self._config.keep, self._config.keep_every, reference.step if reference else None)
             return entry
 
         return Job(step, write)
-
-    def _prune(self) -> None:
-        reference = self._parts.checks.episode.reference
-        try:
-            self._store.prune(self._config.keep, self._config.keep_every, reference.step if reference else None)
-        except Exception as error:  # the new one is complete nevertheless
-            log.error("older checkpoints could not be removed: %s", in_one_line(error))
 
     def _read_outcomes(self) -> None:
         while self._writer.finished:
@@ -292,15 +262,14 @@ class CheckpointKeeper:
     def _note_outcome(self, job: Job) -> None:
         step, was_failing = job.step, self._is_failing
         self._is_failing = job.error is not None
-        if job.error is None and was_failing:
-            log.info("checkpoints are saved again: step %d", step)
-            self.incident_log.ongoing = 0
-        elif job.error is not None and not was_failing:
+        if job.error is None:
+            self.incident_log.close_saving(Outcome.RECOVERED)
+        elif not was_failing:
             is_full = getattr(job.error, "errno", None) in _NO_ROOM
             why = getattr(job.error, "strerror", None) or in_one_line(job.error)
             signal = Signal.DISK_FULL if is_full else Signal.CHECKPOINT_FAILED
-            found = ProcessIncident(signal, step, step, fact("not_written", step=step, why=why), "try_again")
-            self._saving_incident = self.incident_log.ongoing = self.note_incident(found)
+            evidence = fact("not_written", step=step, why=why)
+            self.note_incident(Anomaly(signal, step, self._parts.clock.tick, step, evidence), "try_again")
             if not is_full:
                 log.info("the writer of checkpoints failed", exc_info=job.error, extra=IN_FILE_ONLY)
 

@@ -32,7 +32,6 @@ class Manifest:
     tick: int
     samples: int  # of an update, over all processes and micro-batches
     each: int  # samples of a process, as configured; samples / world, unless the number of processes changed
-    made_by: str
     effects: dict[str, Any]  # of remedies: knobs, skipped samples, patched lines, rows in quarantine
     groups: list[Any]  # the configured settings of each optimizer's parameter groups
     files: dict[str, dict[str, Any]]  # size and digest of each
@@ -73,7 +72,7 @@ def _cannot_be_read(name: str) -> Iterator[None]:
         raise Damaged(f"{name} cannot be read: {error.strerror}") from error
 
 
-NO_MANIFEST = Manifest("", 0, 0, 0, 0, "", {}, [], {})
+NO_MANIFEST = Manifest("", 0, 0, 0, 0, {}, [], {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from resilient_train.data.history import UpdateHistory
 from resilient_train.data.samples import Samples
 from resilient_train.durable import endings
 from resilient_train.durable.incident_log import IncidentLog
-from resilient_train.durable.manifest import DEMOTED, NO_MANIFEST, Damaged, Entry, Manifest
+from resilient_train.durable.manifest import DEMOTED, NO_MANIFEST, Damaged, Entry
 from resilient_train.durable.progress import Doing, Progress
 from resilient_train.durable.store import Saved, Store
 from resilient_train.durable.tree_files import reshard
 from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, unusable
 from resilient_train.ground.secrets import masked
-from resilient_train.ground.types import Incident, ProcessIncident, Signal, fact
+from resilient_train.ground.types import Anomaly, Incident, Signal, fact
 from resilient_train.ground.wording import log
 from resilient_train.processes.world import World
 
@@ -42,7 +42,6 @@ _SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # keys that d
 class Resume:
     source: Path | None = None  # a run or checkpoint that the user named, instead of the run's newest checkpoint
     changed: tuple[str, ...] = ()  # keys of the configuration with another value than before
-    fresh: str = "resume=False, or another run_dir,"  # what starts a new run
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class ResumePlan:
     path: Path | None  # of the checkpoint
     tick: int
     effects: Mapping[str, Any]  # of remedies: those of the checkpoint, or of the journal if they are newer
-    found: tuple[ProcessIncident, ...]  # to be written to the journal
+    found: tuple[dict[str, Any], ...]  # incidents to be noted, as the keeper's `note_incident` takes them
     incidents: tuple[Incident, ...]  # of earlier processes: every rank needs them to decide alike
     skipped: tuple[int, int] | None  # samples at which the process ended repeatedly
     previous_samples_per_update: int  # to be kept, as the number of processes has changed; 0: nothing to keep
@@ -91,23 +90,21 @@ class Resumption:
             log.warning("%s: the run begins at step 0 again", why)
         elif entry is None and (history.has_saved or damaged):
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
-            what = f"no usable checkpoint in {self.store.path}: {why}"
-            raise TrainError(f"cannot resume: {what}. {self.how.fresh} starts a new run")
+            what = f"no usable checkpoint in {self.store.path}: {why}. run.resume=never (resume=False) starts a new run"
+            changed = [key for key in self.how.changed if key.startswith(_SHAPES)]
+            raise unusable(changed[0], what) if changed else TrainError(f"cannot resume: {what}")
         manifest = entry.manifest if entry is not None else NO_MANIFEST
         step = entry.step if entry else self.parts.clock.step  # 0, or what a trainer has made by its own checkpoint
-        found = incidents_of_damage(damaged, step)
+        found = incidents_of_damage(damaged, step, last.tick)
         skipped, span = None, last.stop - last.start
-        is_updating = last.doing is Doing.UPDATING
-        is_explained = endings.failure(directory, in_training=True)
-        if not is_explained and (is_updating or last.doing is Doing.HUNG) and span > 0:
+        has_died = last.doing is not Doing.ENDED and not endings.failure(directory, in_training=True)
+        if has_died and last.doing is not Doing.BETWEEN and span > 0:
             times = history.note_process_end(last.tick, last.start, last.stop)
             skipped = (last.start, last.stop) if times >= crashes else None
-        if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
-            tick = manifest.tick
-            # Attempts without a verdict are lost, too; what was refused or undone before is in those incidents.
-            counted = sum(one.steps_lost for one in incidents if one.anomaly.tick > tick)
-            lost = last.tick - tick - counted if tick or not step else last.step - step
-            found.append(self._crash(step, max(0, lost), skipped, incidents))
+        if last.tick and has_died and (skipped or last.doing is not Doing.HUNG):
+            found.append(self._crash(step, skipped))
+        has_changed = manifest.samples != self.parts.samples.slicing.samples
+        is_resized = has_changed and manifest.each == self.samples_per_process
         return ResumePlan(
             path=entry.path if entry else None,
             tick=last.tick,
@@ -115,13 +112,8 @@ class Resumption:
             found=tuple(found),
             incidents=tuple(incidents),
             skipped=skipped,
-            previous_samples_per_update=self._samples_to_keep(manifest),
+            previous_samples_per_update=manifest.samples if is_resized else 0,
         )
-
-    def _samples_to_keep(self, manifest: Manifest) -> int:
-        """The samples of an update in earlier processes, if only the number of processes has changed since; else 0."""
-        has_changed = manifest.samples != self.parts.samples.slicing.samples
-        return manifest.samples if has_changed and manifest.each == self.samples_per_process else 0
 
     def newest_readable(self, entries: Iterable[Entry], damaged: list[tuple[Entry, str]]) -> Entry | None:
         """The first checkpoint that verifies and fits this run; those before it are added to `damaged`."""
@@ -146,14 +138,9 @@ class Resumption:
         live, samples, each = parts.state.live(), parts.samples.slicing.samples, self.samples_per_process
         saved = Store.load(entry, parts.world.device, live["weights"])
         why = explain_mismatch(live, saved.parts)
-        changed = [key for key in _SHAPES if any(one.startswith(key) for one in self.how.changed)]
         is_resized = manifest.each == each and not manifest.samples % each  # other number of processes
-        if not why and manifest.samples != samples and not is_resized:
+        if manifest.samples != samples and not is_resized:
             why = f"an update had {manifest.samples} samples, and now has {samples}"
-            if not changed:
-                raise TrainError(f"cannot resume from {entry.path}: {why}")
-        if why and changed:
-            raise unusable(changed[0], f"{entry.path} does not fit it as it is now: {why}")
         if why:
             raise Damaged(f"does not fit this run: {why}")
         return saved
@@ -161,7 +148,7 @@ class Resumption:
     def load(self, entry: Entry, *, resuming: bool) -> None:
         """Load a checkpoint into the run; if `resuming`, also what does not rewind."""
         run, manifest, saved = self.parts, entry.manifest, self._read(entry)
-        made, parts = f"{entry.path}, written by {manifest.made_by}", _resharded(run.state, saved.parts)
+        parts = _resharded(run.state, saved.parts)
         if resuming and any(key.startswith(("optimizer.", "schedule.")) for key in self.how.changed):
             fresh = run.state.live()  # schedules as they are configured now
             parts |= {name: fresh[name] for name in parts if name.startswith("schedule.")}
@@ -179,9 +166,8 @@ class Resumption:
                 for group, new, old, current in zip(optimizer.param_groups, *settings, strict=False):
                     group.update({key: current[key] for key in new if new[key] != old.get(key)})  # changed since
                     group.pop(LR_OF_GUARD, None)
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError) as error:
-            what = f"lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-            raise TrainError(f"{made}, does not have the state that this version expects: {what}") from error
+        except Exception as error:
+            raise TrainError(f"{entry.path} does not have the state that this version expects: {error!r}") from error
         run.updater.accept(run.clock.step)
         run.clock.tick = max(run.clock.tick, manifest.tick)
 
@@ -192,15 +178,13 @@ class Resumption:
         source, history, store = self.how.source, self.history, self.store
         if source is None or (masked(str(source)) in history.sources and history.has_saved and not again):
             return None
-        if not source.is_dir():
-            why = "no such directory; expected auto, never, or the directory of a checkpoint or of a run"
-            raise ConfigError("run.resume", str(source), why)
         damaged: list[tuple[Entry, str]] = []
         entries = Store(source).usable() if Store(source).path.is_dir() else [Entry.of(source)]
         entry = self.newest_readable(entries, damaged)
         if entry is None:
-            why = damaged[-1][1] if damaged else "there is no checkpoint"
-            raise TrainError(f"run.resume={source}: no usable checkpoint there: {why}")
+            why = damaged[-1][1] if damaged else "there is none"
+            expected = "expected auto, never, or the directory of a checkpoint or of a run"
+            raise ConfigError("run.resume", str(source), f"no usable checkpoint there: {why}; {expected}")
         if entry.path.absolute().parent == store.path.absolute():
             store.demote(entry.step)
         elif store.usable():
@@ -209,41 +193,31 @@ class Resumption:
         history.note("taken_up_from", source=masked(str(source)))
         return entry
 
-    def _crash(
-        self, step: int, lost: int, skipped: tuple[int, int] | None, incidents: Sequence[Incident]
-    ) -> ProcessIncident:
+    def _crash(self, step: int, skipped: tuple[int, int] | None) -> dict[str, Any]:
         last = self.progress.last
-        has_hung = last.doing is Doing.HUNG
-        at = {"step": last.step} if last.doing is Doing.BETWEEN else {"update": last.step + 1}
-        evidence = fact("died", **at, silent=not has_hung, skipped=bool(skipped))
-        rows: Sequence[int] = ()
-        if skipped:
-            rows = self.parts.samples.rows_at(*skipped)
-            # Each epoch combines other rows to an update: those that were there at every crash are to blame.
-            earlier = [one for one in incidents if one.anomaly.signal in (Signal.CRASH, Signal.HANG)]
-            common = [sorted({*rows} & {*one.diagnosis.rows}) for one in earlier]
-            rows = min([one for one in common if one], key=len, default=rows)
-        advice = fact("died_twice", rows=[*rows]) if rows else ()
-        signal = Signal.HANG if has_hung else Signal.CRASH
-        remedy = "skip" if skipped else "go_on"
-        return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, tuple(rows), step, lost)
+        signal = Signal.HANG if last.doing is Doing.HUNG else Signal.CRASH
+        evidence = fact("died", step=last.step, skipped=bool(skipped))
+        return {
+            "anomaly": Anomaly(signal, last.step + 1, last.tick, step, evidence),
+            "remedy": "skip" if skipped else "go_on",
+            "rows": self.parts.samples.rows_at(*skipped) if skipped else (),
+            "rewound_to": step,
+            "steps_lost": max(0, last.step - step),
+        }
 
 
-def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list[ProcessIncident]:
-    signal = Signal.CHECKPOINT_DAMAGED
-    return [
-        ProcessIncident(
-            signal, step + 1, step, fact("damaged", name=one.path.name, why=why), "fall_back", rewound_to=step
-        )
-        for one, why in damaged
-    ]
+def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int, tick: int) -> list[dict[str, Any]]:
+    found = [fact("damaged", name=one.path.name, why=why) for one, why in damaged]
+    anomalies = [Anomaly(Signal.CHECKPOINT_DAMAGED, step + 1, tick, step, evidence) for evidence in found]
+    return [{"anomaly": one, "remedy": "fall_back", "rewound_to": step} for one in anomalies]
 
 
 def explain_mismatch(live: Mapping[str, Tree], saved: Mapping[str, Tree]) -> str:
     """Say in one line why a loaded state does not fit the parts of the run; empty if it does."""
     try:
         here, there = _shapes(live), _shapes(saved)
-        groups = [(len(live[name]["groups"]), len(saved[name]["groups"])) for name in live if _is_optimizer(name)]
+        optimizers = [name for name in live if name.startswith("optimizer.")]
+        groups = [(len(live[name]["groups"]), len(saved[name]["groups"])) for name in optimizers]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         return f"it does not have the structure of a state: {in_one_line(error)}"
     for name in [*here, *there]:
@@ -251,18 +225,13 @@ def explain_mismatch(live: Mapping[str, Tree], saved: Mapping[str, Tree]) -> str
             return f"{name!s:.80} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
     for mine, theirs in groups:
         if theirs > mine:  # the loop may have added some since
-            how = "add those that the loop had added, before the guard is made"
-            return f"it has {theirs} parameter groups there and {mine} here: {how}"
+            return f"it has {theirs} parameter groups there and {mine} here"
     return ""
-
-
-def _is_optimizer(part: str) -> bool:
-    return part.startswith("optimizer.")
 
 
 def _shapes(parts: Mapping[str, Tree]) -> dict[str, object]:
     """Describe what has to be the same, by name."""
-    kinds = {name: sorted(part) if _is_optimizer(name) else "a part" for name, part in parts.items()}
+    kinds = {name: sorted(part) if name.startswith("optimizer.") else "a part" for name, part in parts.items()}
     return kinds | {name: f"{one.dtype} {list(one.shape)}" for name, one in parts["weights"].items()}
 
 

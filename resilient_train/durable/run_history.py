@@ -6,7 +6,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -14,64 +14,58 @@ from typing import Any
 from resilient_train.durable.journal import JOURNAL, Entry, plain, read
 from resilient_train.ground.reader import hints
 from resilient_train.ground.secrets import masked_tree
-from resilient_train.ground.types import Action, Anomaly, Decision, Diagnosis, Facts, Incident, fact
+from resilient_train.ground.types import Incident
 from resilient_train.ground.wording import known_of, say
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"  # kinds of entries
 AGAIN = "incident_again"  # an update more that an incident counts
 
 
-@dataclass(frozen=True, slots=True)
-class Chapter:
-    incident: Incident
-    opened_ms: int  # since 1970
-    treated_ms: int | None = None  # None while something is being done about it
-    closed_ms: int | None = None  # None until the outcome is known
-
-
 class RunHistory:
     """Folds the entries of a journal."""
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self.chapters: dict[int, Chapter] = {}  # by the number of the incident
+        self.by_id: dict[int, Incident] = {}
         self.open_by_id: dict[int, Incident] = {}  # those without an outcome
+        self.treated: set[int] = set()  # the numbers of those about which something was done
         self.effects: dict[str, Any] = {}  # of remedies, as they were noted last
         self.has_saved = False  # a checkpoint was ever committed
         self.sources: set[str] = set()  # paths that the user told the run to resume from
         self.data_sample: Mapping[str, Any] | None = None  # rows of the data set, to notice that it changed
-        self.drills: dict[tuple[str, int], Facts] = {}  # that have fired, by their names and ticks
-        # By tick, which no two processes end at: the samples in use when one ended.
-        self._endings: dict[int, tuple[int, int]] = {}
+        self._endings: list[tuple[int, int]] = []  # the samples in use when a process ended
         for entry in entries:
             with suppress(ValueError):  # about an incident of another version
                 self.recall(entry)
-        self.chapters = dict(sorted(self.chapters.items()))
+        self.by_id = dict(sorted(self.by_id.items()))
 
     @property
     def incidents(self) -> list[Incident]:
-        return [chapter.incident for chapter in self.chapters.values()]
+        return list(self.by_id.values())
 
     def recall(self, entry: Entry) -> None:
         """Take in an entry. Raises ValueError if it is about an incident that cannot be read."""
-        if isinstance(effects := entry.get("effects"), dict):  # in an entry of their own, or of an incident
-            self._add(**effects)
-        match entry:
-            case {"kind": "incident_opened" | "incident_treated" | "incident_closed" as kind, "at": int(at)}:
-                self._recall_incident(kind, entry.get("incident"), at)
-            case {"kind": "incident_again", "number": int(number), "at_update": [int(tick), int(step)]}:
-                if (known := self.chapters.get(number)) is not None:
-                    again = (*known.incident.again, (tick, step))
-                    self._keep(replace(known, incident=replace(known.incident, again=again, further=len(again))))
-            case {"kind": "checkpoint_saved"}:
+        if "effects" in entry:  # in an entry of their own, or of an incident
+            self._add(**entry["effects"])
+        match entry["kind"]:
+            case "incident_opened" | "incident_treated" | "incident_closed" as kind:
+                tree = entry["incident"]
+                incident = tree if isinstance(tree, Incident) else from_tree(tree)
+                if kind == TREATED:
+                    self.treated.add(incident.id)
+                known = self.by_id.get(incident.id)
+                self.adopt(replace(incident, at=known.at if known is not None else entry["at"]))
+            case "incident_again":
+                if (known := self.by_id.get(entry["number"])) is not None:
+                    again = (*known.again, tuple(entry["at_update"]))
+                    self.adopt(replace(known, again=again, further=len(again)))
+            case "checkpoint_saved":
                 self.has_saved = True
-            case {"kind": "process_ended", "tick": int(tick), "start": int(start), "stop": int(stop)}:
-                self._endings[tick] = (start, stop)
-            case {"kind": "data_seen", "sample": dict(sample)}:
-                self.data_sample = sample
-            case {"kind": "taken_up_from", "source": str(source)}:
-                self.sources.add(source)
-            case {"kind": "drill_fired", "name": str(fault), "tick": int(tick)}:
-                self.drills[fault, tick] = fact("fired", name=fault, tick=tick)
+            case "process_ended":
+                self._endings.append((entry["start"], entry["stop"]))
+            case "data_seen":
+                self.data_sample = entry["sample"]
+            case "taken_up_from":
+                self.sources.add(entry["source"])
 
     def _add(self, added: Mapping[str, list[Any]], **whole: Any) -> None:
         """Add what `Effects.changes` returned."""
@@ -82,30 +76,17 @@ class RunHistory:
     def effects_with(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return the effects in force: those that were `saved` with a checkpoint, or noted since."""
         known = [saved, self.effects]  # at the same tick the journal's are newer
-        older, newer = sorted(known, key=lambda one: tick if type(tick := one.get("tick")) is int else 0)
+        older, newer = sorted(known, key=lambda one: one.get("tick", 0))
         return {**older, **newer}
 
-    def _recall_incident(self, kind: str, line: Any, at: int) -> None:
-        incident = line if isinstance(line, Incident) else from_line(line)
-        chapter = replace(self.chapters.get(incident.id, Chapter(incident, at)), incident=incident)
-        if kind == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
-            chapter = replace(chapter, treated_ms=at)
-        elif kind == CLOSED:
-            chapter = replace(chapter, closed_ms=at)
-        self._keep(chapter)
-
-    def _keep(self, chapter: Chapter) -> None:
-        incident = chapter.incident
-        self.chapters[incident.id] = chapter
-        if incident.outcome is None:
-            self.open_by_id[incident.id] = incident
-        else:
-            self.open_by_id.pop(incident.id, None)
-
-    def adopt(self, incidents: Iterable[Incident]) -> None:
+    def adopt(self, *incidents: Incident) -> None:
         """Take in what happened to incidents without noting it: a rank without a journal takes those of rank 0."""
         for one in incidents:
-            self._keep(replace(self.chapters.get(one.id, Chapter(one, 0)), incident=one))
+            self.by_id[one.id] = one
+            if one.outcome is None:
+                self.open_by_id[one.id] = one
+            else:
+                self.open_by_id.pop(one.id, None)
 
 
 def history_of(run_dir: Path) -> RunHistory:
@@ -122,14 +103,17 @@ _KEYS = (
 )
 
 
-def as_line(incident: Incident) -> dict[str, Any]:
-    """Return an incident as incidents.jsonl and the journal hold it."""
-    known = known_of(incident)
+def in_words(incident: Incident) -> dict[str, Any]:
+    """Return an incident as incidents.jsonl has it: with sentences in place of facts."""
+    known, why = known_of(incident), incident.decision.gave_up
     known |= {
         "rank": min(known["ranks"], default=None),  # null: it began on all of them at once
         **{name: known[name] and asdict(known[name]) for name in ("culprit", "symptom")},
-        "actions": [*map(_line_of_action, known["actions"])],
+        "actions": [{"remedy": one.remedy, **one.settings} for one in incident.decision.actions],
         "tried": [*map(asdict, incident.tried)],
+        "advice": say(incident.diagnosis.advice),
+        "evidence": say(incident.anomaly.evidence, "; "),
+        "gave_up": None if why is None else say(why),
     }
     keys = _KEYS.split()
     if incident.is_observed or incident.further:
@@ -138,32 +122,17 @@ def as_line(incident: Incident) -> dict[str, Any]:
     return masked_tree(plain({name: known[name] for name in keys}))  # type: ignore[no-any-return]
 
 
-def in_words(incident: Incident) -> dict[str, Any]:
-    """Return its line with sentences in place of facts, as incidents.jsonl has it."""
-    why, line = incident.decision.gave_up, as_line(incident)
-    line |= {"advice": say(incident.diagnosis.advice), "evidence": say(incident.anomaly.evidence, "; ")}
-    line["gave_up"] = say(why) if why is not None else None
-    return masked_tree(line)  # type: ignore[no-any-return]
-
-
-def from_line(line: Any) -> Incident:
-    """Return the incident of a line. Raises ValueError if it cannot be read; unknown keys are ignored."""
+def from_tree(tree: Any) -> Incident:
+    """Return the incident that the journal has as a tree. Raises ValueError if it cannot be read."""
     try:
-        parts = {"anomaly": _record(Anomaly, line), "decision": _record(Decision, line)}
-        parts["diagnosis"] = _record(Diagnosis, {**line, "ranks": []})  # `ranks` are those of the anomaly
-        return _record(Incident, line, **parts)  # type: ignore[no-any-return]
+        return _record(Incident, tree)  # type: ignore[no-any-return]
     except (KeyError, TypeError) as error:
         raise ValueError(f"an incident cannot be read: {error}") from None
 
 
-def _line_of_action(action: Action) -> dict[str, Any]:
-    return {"remedy": action.remedy, **action.settings}
-
-
-def _record(kind: Any, line: Mapping[str, Any], **parts: Any) -> Any:
-    """Build a record from `parts` and, by the types of its other fields, from a line."""
-    names = [name for name in kind.__slots__ if name not in parts and name in line]
-    return kind(**parts, **{name: _value(hints(kind)[name], line[name]) for name in names})
+def _record(kind: Any, tree: Mapping[str, Any]) -> Any:
+    """Build a record from a tree by the types of its fields; unknown keys are ignored."""
+    return kind(**{name: _value(hints(kind)[name], tree[name]) for name in kind.__slots__ if name in tree})
 
 
 def _value(kind: Any, value: Any) -> Any:
@@ -172,15 +141,7 @@ def _value(kind: Any, value: Any) -> Any:
         return None if value is None else _value(inner[0], value)
     if origin is tuple:
         return tuple(_value(inner[0], one) for one in value)
-    if kind is Action:
-        return _action(value)
-    if origin is Mapping and not isinstance(value, dict):
-        raise TypeError(f"{value!r} is no fact")
     if is_dataclass(kind):
         return _record(kind, value)
     is_read = kind is float or (isinstance(kind, type) and issubclass(kind, StrEnum))  # a number may be text: inf
     return kind(value) if is_read else value
-
-
-def _action(line: Mapping[str, Any]) -> Action:
-    return Action(line["remedy"], {key: value for key, value in line.items() if key != "remedy"})

@@ -155,16 +155,14 @@ def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 @torch.no_grad()
 def load_into(model: nn.Module, source: Path, key: str = "run.init_from") -> None:
     """Load the weights of a file, a checkpoint or a run into `model`; all names and shapes must be the same."""
+    own = _tensors(model)
     try:
         saved = load_file(source / WEIGHTS if source.is_dir() else source)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(key, source, f"has no weights that can be read: {error}") from error
-    own = _tensors(model)
-    for name in [*own, *sorted(saved.keys() - own.keys())]:
-        theirs, ours = (list(some[name].shape) if name in some else "missing" for some in (saved, own))
-        if theirs != ours:
-            why = f"does not fit the model: {name} is {theirs} there, and {ours} in the model"
-            raise ConfigError(key, source, why)
+        odd = [name for name in sorted(own.keys() | saved.keys()) if own[name].shape != saved[name].shape]
+    except (KeyError, OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(key, source, f"has no weights that fit the model: {error!r}") from error
+    if odd:
+        raise ConfigError(key, source, f"has no weights that fit the model: {odd[0]} has another shape")
     for name, tensor in own.items():
         tensor.copy_(saved[name])
 

@@ -1,17 +1,15 @@
 """Trees of tensors and plain values as two files: names, numbers and text, nothing that executes on loading.
 
 `tensors.safetensors` holds the tensors and arrays, by number. `tree.json` holds the rest: null,
-booleans, integers, finite floats, text and lists as themselves, and all else as an object with one of these keys:
+booleans, numbers (also NaN and Infinity), text and lists as themselves, and all else as an object with one of these:
 
-    {"dict": {"lr": 0.1}}   {"items": [[0, ...], ["a", ...]]}   {"tuple": [...]}   {"float": "nan"}   {"bytes": "AAE="}
+    {"dict": [["lr", 0.1], [0, ...]]}   {"tuple": [...]}
     {"tensor": "0"}   {"tensor": "1", "order": [0, 2, 3, 1], "device": "cuda"}   {"tensor": "2", "numpy": "array"}
 """
 
 from __future__ import annotations
 
-import base64
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,7 +74,7 @@ def chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
 
 Place = tuple[str | int, ...]  # the keys that lead to a node
 
-_PLAIN = (type(None), bool, int, str)
+_PLAIN = (type(None), bool, int, float, str)
 
 _CPU = torch.device("cpu")
 
@@ -99,7 +97,7 @@ class SerializedTree:
     def __init__(self, tree: Tree) -> None:
         """Convert to JSON; tensors are not copied from their devices before `write`."""
         self._tensors: dict[str, torch.Tensor] = {}
-        self._text = json.dumps(self._node(tree, ()), allow_nan=False)
+        self._text = json.dumps(self._node(tree, ()))
 
     def write(self, directory: Path) -> dict[str, dict[str, Any]]:
         return {
@@ -110,18 +108,13 @@ class SerializedTree:
     def _node(self, node: Tree, path: Place) -> Any:
         if type(node) in _PLAIN:
             return node
-        if type(node) is float:
-            return node if math.isfinite(node) else {"float": repr(node)}
-        if type(node) is bytes:
-            return {"bytes": base64.b64encode(node).decode("ascii")}
         if type(node) in (list, tuple):
             values = [self._node(value, (*path, number)) for number, value in enumerate(node)]
             return values if type(node) is list else {"tuple": values}
         if isinstance(node, dict):  # an OrderedDict, such as the state_dict of a module, is read back as a dict
             if odd := [key for key in node if type(key) not in (str, int)]:
                 raise _unfit(path, f"has the key {odd[0]!r:.60}")
-            items = {key: self._node(value, (*path, key)) for key, value in node.items()}
-            return {"dict": items} if all(type(key) is str for key in items) else {"items": list(items.items())}
+            return {"dict": [[key, self._node(value, (*path, key))] for key, value in node.items()]}
         if type(node) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return self._tensor(node, path)
         if type(node) is np.ndarray or isinstance(node, np.generic):
@@ -156,16 +149,10 @@ class _Reading:
         match node:
             case list():
                 return [self.node(value) for value in node]
-            case {"dict": dict(values)}:
-                return {key: self.node(value) for key, value in values.items()}
-            case {"items": list(items)}:
+            case {"dict": list(items)}:
                 return {key: self.node(value) for key, value in items}
             case {"tuple": list(values)}:
                 return tuple(self.node(value) for value in values)
-            case {"float": word}:
-                return float(word)
-            case {"bytes": text}:
-                return base64.b64decode(text)
             case {"tensor": name, "numpy": kind}:
                 array = self._tensor(name, node).numpy()
                 return array if kind == "array" else array[()]
@@ -185,7 +172,7 @@ class _Reading:
 
 def _unfit(path: Place, what: str) -> TypeError:
     place = "".join(f"[{key!r}]" for key in path) or "the tree itself"
-    return TypeError(f"{place} {what}: only tensors, numpy arrays, numbers, text, bytes and trees of them can be saved")
+    return TypeError(f"{place} {what}: only tensors, numpy arrays, numbers, text and trees of them can be saved")
 
 
 def reshard(saved: Tree, like: Any) -> Tree:

@@ -18,47 +18,45 @@ class Job:
 
     step: int
     write: Callable[[], Entry]
-    began: float | None = None  # when, on the monotonic clock
+    began: float = 0.0  # when, on the monotonic clock
     entry: Entry | None = None  # the checkpoint that it wrote
     error: Exception | None = None
 
 
 class Writer:
-    """Writes one thing at a time."""
+    """Writes one thing at a time: that takes the lock, and releases it at its end."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self.writing: Job | None = None
         self.finished: deque[Job] = deque()  # whoever reads one removes it
 
     def offer(self, job: Job) -> None:
         """Write this in a new thread, so that no thread is left after the run."""
-        with self._changed:
-            assert self.writing is None
-            self.writing = job
-
+        self._take(job)
         # No daemon: the interpreter would end it in the middle of torch's code, which aborts the process.
         threading.Thread(target=self._execute, args=(job,), name="checkpoint-writer").start()
 
-    def write_now(self, job: Job) -> Job:
+    def write_now(self, job: Job) -> None:
         """Wait for the current job, then write this."""
-        with at_disk(), self._changed:  # two at a time would write to the same directory
-            self._changed.wait_for(lambda: self.writing is None)
-            self.writing = job
+        self._take(job)
         self._execute(job)
-        return job
 
-    def wait(self, seconds: float | None = None) -> bool:
-        with at_disk(), self._changed:
-            return self._changed.wait_for(lambda: self.writing is None, seconds)
+    def wait(self) -> None:
+        with at_disk(), self._lock:
+            pass
+
+    def _take(self, job: Job) -> None:
+        with at_disk():
+            self._lock.acquire()
+        job.began, self.writing = time.monotonic(), job
 
     def _execute(self, job: Job) -> None:
-        job.began = time.monotonic()
         try:
             job.entry = job.write()
         except Exception as error:  # whatever goes wrong, training continues
             job.error = error
-        self.finished.append(job)
-        with self._changed:
+        finally:
+            self.finished.append(job)
             self.writing = None
-            self._changed.notify_all()
+            self._lock.release()

@@ -12,7 +12,7 @@ from resilient_train.core.protocols import Effect, OnError, Retry
 from resilient_train.core.transaction import Transaction
 from resilient_train.extensions import Extension
 from resilient_train.ground.errors import TrainError, in_one_line
-from resilient_train.ground.types import ProcessIncident, Signal, fact
+from resilient_train.ground.types import Anomaly, Signal, fact
 from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_out_of_memory
 
@@ -50,5 +50,5 @@ class SmallerBatches(Extension, OnError):
             torch.cuda.empty_cache()
         self._rows = rows = self._run.samples.slicing.batch_size
         evidence = fact("smaller_batch", why=reason, rows=rows)
-        found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, evidence, "smaller_batch")
-        self._run.controls.note(partial(self._run.keeper.note_incident, found))
+        anomaly = Anomaly(Signal.OUT_OF_MEMORY, step, self._run.clock.tick, step - 1, evidence)
+        self._run.controls.note(partial(self._run.keeper.note_incident, anomaly, "smaller_batch"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
@@ -49,7 +49,6 @@ class RowsLeftOut(Extension):
         self._file = None if directory is None else directory / QUARANTINE
         self._attempts = WriteAttempts(self._file, "this is retried with the next row")
         self._fingerprint = cache(lambda: fingerprint(run.samples.dataset))  # type: ignore[attr-defined]
-        run.leave_out = self.leave_out
         agreed = partial(sorted, self.rows)
         run.effects.append(Effect("quarantined", self._state, self._restore, agreed=agreed, noted=self.write))
 
@@ -63,14 +62,6 @@ class RowsLeftOut(Extension):
         self._run.samples.quarantine(reasons)
         for row, why in reasons.items():
             self.rows.setdefault(row, (tuple(masked_tree([*why])), step, incident))
-
-    def leave_out(self, rows: Sequence[int], reason: Facts, incident: int) -> bool:
-        """Leave out rows common to the updates in which the process died, if the budget allows."""
-        count, listed = self._run.samples.rows, {*rows} | self.rows.keys()
-        is_allowed = len(listed) <= min(self._run.policy.budget.rows_of(count), count - 1)
-        if is_allowed:
-            self.add(dict.fromkeys(rows, reason), self._run.clock.step, incident)
-        return is_allowed
 
     def write(self) -> None:
         if self._file is None or not self.rows:

@@ -21,7 +21,9 @@ _CAUSE = "cause {cause}< ({blamed:say})>"
 _DONE = (
     "<gave_up?gave up: {why:say}><!gave_up?{remedies:list}><took?, in {seconds:,.2f} s><!gave_up?; {lost:step} lost>"
 )
-_OUTCOME = "{outcome:outcome}<; the same fault {further:more time}><outcome=recovered?; {healthy:healthy step} since><outcome=unrecovered?; {not_over:say}><gave_up?; {why:say}>"
+_OUTCOME = (
+    "{outcome:outcome}<; the same fault {further:more time}><outcome=unrecovered?; {not_over:say}><gave_up?; {why:say}>"
+)
 _BODY = f"""\
   {{evidence:say}}
   {_CAUSE}; {_DONE}
@@ -33,7 +35,7 @@ INCIDENT = {
     "printed": f"! incident {{id}}, {_SIGN}\n{_BODY}",
     "block": f"""\
 incident {{id}}, {_SIGN}
-  at {{opened:time}}, tick {{tick}}
+  at {{at:time}}, tick {{tick}}
 {_BODY}
   outcome: {_OUTCOME}""",
     "final": f"""\
@@ -45,8 +47,7 @@ gave up at {_SIGN}
   last good weights: <{{last_good}}><!last_good?none were written>
 <  what to try next: {{advice:sentences}}>""",
     "outcome": f"incident {{id}}: {_OUTCOME}",
-    "further": "step {now}: incident {id}; the same fault {further:more time}",
-    "line": f"incident {{id}}<, {{opened:day}}>, {_SIGN}; {_CAUSE}; {_DONE}<!gave_up?; {{outcome:outcome}}>",
+    "line": f"incident {{id}}<, {{at:day}}>, {_SIGN}; {_CAUSE}; {_DONE}<!gave_up?; {{outcome:outcome}}>",
 }
 
 PARTS = {
@@ -54,7 +55,6 @@ PARTS = {
     "blamed_rows": "{rows:few}",
     "arm": "  <lowered?learning rate x{rate}><!lowered?as it is><rewound? from step {since}>: later loss {loss:.4g}, {anomalies:update} refused<won?, chosen>",
     "nothing_done": "nothing was done",
-    "being_handled": "being handled",
     "not_saved": "no state could be saved from then on",
     "recurred_to_the_end": "it recurred until the end, and no remedy was enough",
     "loss_not_back": "the loss did not return to where it was",
@@ -65,8 +65,8 @@ PARTS = {
 
 # A run: is it all right? Values: `story.about`.
 _WHERE = "<state=completed?{step:step}><state=ended?left without guard.close() ><state=closed?closed ><!state=completed?at step {step}><!state=completed? of {steps}>"
-_COSTS = "<!total?no incidents><total?{total:incident} ({causes:counts})><, {others:counts}><, {more:more update} skipped for the same reason><quiet?, no repeat since>.< {undone} of {tick:update} refused or undone.>"
-_RESULTS = "< {accepted:change} taken as on purpose.><state=completed? Recent loss {final_loss:.4g}.><state=completed? Evaluation: {eval:pairs}.>"
+_COSTS = "<!total?no incidents><total?{total:incident} ({causes:counts})><, {others:counts}>.< {undone} of {tick:update} refused or undone.>"
+_RESULTS = "<state=completed? Recent loss {final_loss:.4g}.><state=completed? Evaluation: {eval:pairs}.>"
 DETAILS = f"{_WHERE}<: {{because}}>; {_COSTS}{_RESULTS}"
 _ODD = "The evaluation is not finite ({odd:pairs})"
 _SO_FAR = "<!state=completed? so far>"
@@ -80,7 +80,7 @@ class Verdict(NamedTuple):
 
 
 VERDICTS = {
-    "clean": Verdict(f"<odd?{_ODD}><!odd?All is well>{_SO_FAR}"),
+    "well": Verdict(f"<odd?{_ODD}><!odd?All is well>{_SO_FAR}"),
     "recovered": Verdict(f"<odd?{_ODD}><!odd?Recovered>{_SO_FAR}"),
     "recovering": Verdict("Recovering", "{last:this_incident} is open until the run has stayed healthy"),
     "observed": Verdict("Observed only"),
@@ -112,12 +112,9 @@ ACTIVE = {
 PATCHED = "patched: `{op}`, `{file}:{line:id}`"
 # What is left of a run, in order.
 LEFT = {
-    "drills": "drills: {drills}; faults on purpose need no change",
     "active": "still active<over? at the end>: {active}",
     "weights": "weights: {weights}",
-    "last_good": "last good checkpoint: {last_good:checkpoint}",
     "newest": "newest checkpoint: {newest:checkpoint}",
-    "next": "the same command {next:say}",
 }
 
 RUN = {
@@ -126,24 +123,16 @@ RUN = {
     "axis": "the axis Step of the charts is the tick: attempted updates, lost ones included",
     "checkpoint": "{path} (step {step}<kind=candidate?, not yet verified>)",
     "asked": "{advice:sentences}<several? ({incident:incident})>",
-    "fired": "{name}< at tick {tick}>",
     "to_do": "to do: {what}",
     "more": "{count} more",
     "unwritten": "{verdict}: {steps:step}, {total:incident}; with run_dir there is a review, and a way to resume",
     "completed": "completed {steps:step}; this process took {seconds:duration}",
     "running": " Running, {process}.",
     "older": "{count:incident} before these",
-    "then": "< {things:thing} to change.>< Running, {process}.>< The same command {next:say}.>",
+    "then": "< {things:thing} to change.>< Running, {process}.>",
     # What the same command does.
     "resumes": "the same command< with {how}> resumes",
-    "trainer_resumes": "starts again; the trainer resumes by `resume_from_checkpoint=True`, Lightning's by `ckpt_path`",
-    "resumes_from": "resumes from step {step}",
-    "starts_over": "begins at step 0 again",
-    "starts_new": "starts a new run in the next free directory<how?; with {how} this one {onward:say}>",
-    "is_complete": "says that it is complete; with more steps planned it resumes",
-    "gives_up_again": "says so again at once and ends with 3; with a changed configuration it {onward:say}",
-    "to_see": "to see it, start (it answers after half a minute)\n  {command}",
-    "open": "<served?and><!served?to see it,> open\n  {url}",
+    "to_see": "to see it,< start (it answers after half a minute)\n  {command}\nand> open\n  {url}",
 }
 
 SIGNALS = {
@@ -203,7 +192,7 @@ EVIDENCE = {
     "bad_batch": "the batch holds values that are not finite",
     "gradients_not_finite": "gradients that are not finite: {names:names} ({bad} of {count:weight})",
     "hangs": "<asked?it was asked to stop, and >no {phase} was finished for {seconds:.0f} s; it hangs in {where}",
-    "died": "the previous process died <during update {update}><!update?after step {step}><silent? without logging anything><skipped?, and the one before that at the same samples: they are skipped>",
+    "died": "the previous process died after step {step}<skipped?, and the one before that at the same samples: they are skipped>",
     "damaged": "{name} {why}",
     "not_written": "the checkpoint of step {step} could not be written: {why}",
     "smaller_batch": "{why}; micro-batches of {rows:row} from now on",
@@ -283,10 +272,10 @@ ADVICE = {
     "weight_moved": f"`{{name}}` went from {{before:.3g}} to {{now:.3g}}< at {{at:id}}>, {_BY_NO_UPDATE}",
     "again_after_rewind": "It happened again at the same place after a rewind.",
     "died_twice": "Look at {rows:rows}: the process ended there twice.",
+    "all_rows": "Look at {rows:rows}: their incidents say why. The last:",
     "ranks_decide": "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version of a file on another host, or a state that only some ranks change.",
     "on_purpose": "{what:say}: taken as a change on purpose; to declare it: expect=[{step:id}]",
     # Several incidents together.
-    "all_rows": "Look at {rows:rows}: their incidents say why. The last:",
 }
 
 # Operations that are singular somewhere: where, and what to do about it.

@@ -243,6 +243,7 @@ class Incident:
     further: int = 0  # anomalous updates that followed, and were observed or skipped like the first one
     again: tuple[tuple[int, int], ...] = ()  # tick and step of those that were skipped
     tried: tuple[Tried, ...] = ()  # the arms of its trial, if there was one
+    at: int = field(default=0, compare=False)  # when it was opened, in ms since 1970, as far as that is known
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -283,21 +284,6 @@ class Incident:
         cause = self.diagnosis.cause
         is_undone = cause is Cause.CORRUPTION and self.rewound_to is not None
         return self.reached_weights and cause is not Cause.PROCESS and not is_undone
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessIncident:
-    """A fault of the process, the disk or the files of a run, and the remedy that was applied."""
-
-    signal: Signal
-    step: int
-    since: int
-    evidence: Facts
-    remedy: str
-    advice: Facts = ()
-    rows: tuple[int, ...] = ()
-    rewound_to: int | None = None
-    steps_lost: int = 0
 
 
 def kind_of(signal: Signal, diagnosis: Diagnosis) -> tuple[object, ...]:

@@ -373,7 +373,7 @@ class Guard(EngineGuard):
             try:
                 self.let_go()  # first: what is being written ends before the directory is another process's
             finally:  # the last update may have been one too many for the policy
-                self.reporter.closed(own_error(handled), self.steps, is_writing=not self._keeper.wait(0))
+                self.reporter.closed(own_error(handled), self.steps, is_writing=self.saving_since is not None)
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Note an evaluation, for the tracker and the end of the run. All ranks call it."""
@@ -469,7 +469,7 @@ class Guard(EngineGuard):
         if planned is None and last < sys.maxsize:
             planned = last if self.steps is None else self.steps
         settings = self._settings if planned is None else {"steps": planned, **self._settings}
-        self.reporter.begin(planned, settings, is_trainers=self.samples.is_fed)
+        self.reporter.begin(planned, settings)
         if self.attempted_step >= last and not self.stopped:
             what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
             log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)

@@ -26,9 +26,9 @@ from resilient_train.core.checks import Checks
 from resilient_train.core.state import Clock
 from resilient_train.data.history import BestLevel, UpdateHistory
 from resilient_train.durable import endings
-from resilient_train.durable.endings import SUMMARY, Loop, RunFacts, Summary, status_of
+from resilient_train.durable.endings import LOOP, SUMMARY, RunFacts, Summary, status_of
 from resilient_train.durable.incident_log import INCIDENTS, IncidentLog
-from resilient_train.durable.journal import JOURNAL, METRICS
+from resilient_train.durable.journal import JOURNAL, METRICS, commit_json
 from resilient_train.durable.lock import DirectoryLock
 from resilient_train.durable.progress import Doing, Progress
 from resilient_train.durable.run_history import RunHistory
@@ -70,7 +70,6 @@ class Place:
     directory: Path | None = None  # None on every rank of a loop without a run directory
     lock: DirectoryLock | None = None  # of rank 0
     tracking: TrackingConfig | None = None
-    resumes: bool = False  # if the same program is started again
     rank: int | None = None  # in the caller's loop; the command reports its end itself
     tracker: Tracker = field(default_factory=Tracker)  # of the command
 
@@ -93,7 +92,7 @@ def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any
         for lock in locks:
             lock.release()
         raise
-    return Place(incident_log, path, locks[0] if locks else None, store, resumes, world.rank)
+    return Place(incident_log, path, locks[0] if locks else None, store, world.rank)
 
 
 def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
@@ -149,7 +148,7 @@ def _close_older(reporter: RunReporter, known: weakref.ref[Any]) -> bool:
 
 def write_summary(summary: Summary, run_dir: Path) -> None:
     try:
-        summary.write(run_dir / SUMMARY)
+        commit_json(run_dir / SUMMARY, asdict(summary))
     except OSError as error:
         log.error("%s cannot be written: %s", run_dir / SUMMARY, error.strerror or error)
 
@@ -167,7 +166,7 @@ def print_review(run_dir: Path, history: RunHistory | None = None) -> None:
         return
     try:
         story = read_story(run_dir, history)
-        lines = review(story) + [f"for the full report: {command('incidents', run_dir)}"] * bool(story.chapters)
+        lines = review(story) + [f"for the full report: {command('incidents', run_dir)}"] * bool(story.incidents)
     except Exception as error:  # a damaged file does not change how the run ended
         lines = [f"the review of the run failed: {in_one_line(error)}"]
     for line in lines:
@@ -177,8 +176,8 @@ def print_review(run_dir: Path, history: RunHistory | None = None) -> None:
 def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path) -> None:
     """Upload the rest, print where MLflow shows the run, and note that in the summary."""
     if (run := tracker.finish()) is not None:
-        for line in where_to_look(run["tracking_uri"], run["url"]):
-            log.info("%s", line)
+        if run["url"] is not None:
+            log.info("%s", where_to_look(run["tracking_uri"], run["url"]))
         summary.mlflow = run
         write_summary(summary, run_dir)
 
@@ -208,7 +207,7 @@ class RunReporter:
 
     # During the run.
 
-    def begin(self, steps: int | None, settings: Mapping[str, Any], *, is_trainers: bool) -> None:
+    def begin(self, steps: int | None, settings: Mapping[str, Any]) -> None:
         """Note that a loop of so many updates begins, if that is known; an end that was written before is void."""
         self.start_lap()
         place, directory = self.place, self.place.directory
@@ -219,7 +218,7 @@ class RunReporter:
             return
         endings.begin(directory, is_finished=False)  # before another rank may have failed again
         with suppress(OSError):  # the disk is full
-            Loop(steps, place.resumes, settings, is_trainers).write(directory)
+            commit_json(directory / LOOP, {"steps": steps, "given": settings})
         if is_new and place.tracking is not None:  # else the tracker is at work, and two would write to one file
             sinks = self.place.incident_log.sinks
             sinks[:] = [one for one in sinks if one is not self.tracker]
@@ -250,7 +249,7 @@ class RunReporter:
         values |= {f"train/{name}": value for name, value in read().items()}
         if seconds := self._lap():
             values |= {"step_ms": 1e3 * seconds, "samples_per_second": samples / seconds}
-        values |= {f"knobs/{name}": value for name, value in knobs.items()}
+        values |= {f"treatment/{name}": value for name, value in knobs.items()}
         return values | {"incidents_total": len(self.place.incident_log.incidents)}
 
     def show(self, values: Mapping[str, float] | None) -> None:
@@ -262,7 +261,7 @@ class RunReporter:
 
     def note_evaluation(self, metrics: Mapping[str, float]) -> None:
         self.evaluated = dict(metrics)
-        values = {f"eval/{name}": value for name, value in metrics.items()}
+        values = {f"validation/{name}": value for name, value in metrics.items()}
         self.place.incident_log.tell(METRICS, tick=self.clock.tick, values=values)
         if self._ending is not None and not self._is_over:  # many evaluate after the loop
             self._ending.eval = self.evaluated

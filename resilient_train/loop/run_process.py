@@ -20,7 +20,6 @@ from resilient_train.ground.types import (
     Diagnosis,
     Facts,
     Outcome,
-    ProcessIncident,
     Signal,
     fact,
 )
@@ -52,28 +51,24 @@ class RunProcess:
         """From another thread: write down that the run hangs, and save what can be saved."""
         progress, step = self._keeper.progress, self._run.clock.step
         progress.turned_to(Doing.HUNG if in_update and progress.is_updating else Doing.ENDED)
-        lost, write = self._keeper.rescue()
-        self._keeper.note_incident(ProcessIncident(Signal.HANG, step + 1, step, evidence, "end", steps_lost=lost))
-        write()
+        lost = max(0, step - self._keeper.rescue())
+        anomaly = Anomaly(Signal.HANG, step + 1, self._run.clock.tick, step, evidence)
+        self._keeper.note_incident(anomaly, "end", steps_lost=lost)
 
     def resume(self) -> bool:
         """Resume from the newest checkpoint that verifies; False if there is none."""
         parts, controls, incident_log = self._run, self._run.controls, self._incident_log
         plan = parts.world.on_main(partial(self._keeper.resumption.plan, parts.policy.crashes))
         if not parts.world.is_main:
-            incident_log.adopt(plan.incidents)
+            incident_log.adopt(*plan.incidents)
         self._keeper.begin(plan)
         controls.effects.load_state_dict(plan.effects)
         parts.clock.tick = max(parts.clock.tick, plan.tick)
-        incident_log.resumed(parts.clock.step)
         parts.intentions.resumed()
+        if plan.skipped is not None:
+            parts.samples.skip(*plan.skipped)
         for found in plan.found:
-            if plan.skipped is not None and found.remedy == "skip":
-                parts.samples.skip(*plan.skipped)
-                if 0 < len(found.rows) < parts.samples.slicing.samples // 2:
-                    # Few rows were in both updates that ended the process.
-                    parts.leave_out(found.rows, found.advice, incident_log.next_id)
-            controls.note(partial(self._keeper.note_incident, found))
+            controls.note(partial(self._keeper.note_incident, **found))
         if controls.effects.has_dropped:
             controls.note()
         if parts.clock.tick:  # so that the same samples are not blamed twice for one end of the process

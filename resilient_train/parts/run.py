@@ -113,8 +113,6 @@ class Run(RunParts):
     settings: Any  # of all checks by their names
     best: BestLevel
     own_weights: Collection[str] | None  # those that DDP does not synchronize; None if the model is not replicated
-    # Leaves rows out for the rest of the run, with the reason and the number of the incident; says whether it could.
-    leave_out: Callable[[Sequence[int], Facts, int], bool] = lambda rows, reason, incident: False
     sinks: list[Any] = field(default_factory=list)  # an `extensions.Sink` each
     is_patched: Callable[[str, int, str], bool] = lambda file, line, op: False  # whether what breaks there is repaired
     # Whether a patch has a value where every batch raises such an error, first met at such a tick.

@@ -24,7 +24,7 @@ from resilient_train.report.story import command
 
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
 
-_MOST_BYTES = 10_000  # of what the process says at once
+UPLOAD_LOG = "upload.log"  # in the run directory: what prevents an upload
 
 
 @dataclass
@@ -57,66 +57,53 @@ class OutboxTracker(Tracker):
         cursor.aim(masked(uri), config.experiment)
         self.uploader: subprocess.Popen[bytes] | None = None
         self._has_begun = False
-        self._logged = set[str]()
-        self._trouble = ""  # the newest
         self._outbox = Outbox(directory / OUTBOX)
 
     def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._outbox.put(BEGAN, key=uuid4().hex, params=self._params)
+            self._start_uploader()
 
     def write(self, event: Mapping[str, Any]) -> None:
         if event["kind"] == METRICS:  # all else is in the journal, which the uploader reads
             self._begin()
             self._outbox.put(METRICS, tick=event["tick"], values=event["values"])
-            self._look_after_uploader()
 
     def finish(self) -> dict[str, Any] | None:
         self._begin()
         self._outbox.put(ENDED)
-        try:
-            trouble = self._finish_uploads()
-        except subprocess.TimeoutExpired as error:
-            self._report(error.output or b"")
-            trouble = self._trouble or "it took too long"
-        except KeyboardInterrupt:
-            trouble = "interrupted"
-        finally:
-            self._end_uploader()
-        if trouble is not None:
+        if self.uploader is None or self.uploader.poll() is not None:
+            self._start_uploader()  # once more
+        if trouble := self._finish_uploads():
             what = "MLflow at %s did not get everything (%s); to upload the rest, from any machine:\n  %s"
             log.warning(what, self._uri, trouble, command("sync", self._directory))
         return UploadCursor(self._directory).run  # from the file that the uploader keeps there
 
-    def _finish_uploads(self) -> str | None:
-        """Return what prevents it. Raises TimeoutExpired."""
-        if self.uploader is None or self.uploader.poll() is not None:
-            self._start_uploader()  # once more
+    def _finish_uploads(self) -> str:
+        """Wait for the process within the time configured; return what it lacks, empty if nothing."""
         if self.uploader is None:
-            return self._trouble
+            return "no process can be started"
         what = "uploading to MLflow, for up to %g s; Ctrl-C leaves the rest to %s"
         log.info(what, self._config.drain_s, command("sync", self._directory))
-        output, _ = self.uploader.communicate(timeout=self._config.drain_s)
-        if self.uploader.returncode:
-            self._report(output)
-            return self._trouble
-        return None
-
-    def _look_after_uploader(self) -> None:
-        """Start the process, or log what it says, without a wait. If it dies, `finish` or a person uploads the rest."""
-        if self.uploader is None:
-            self._start_uploader()
-        elif self.uploader.stdout is not None:
-            os.set_blocking(self.uploader.stdout.fileno(), False)
-            with suppress(BlockingIOError):  # nothing new
-                self._report(os.read(self.uploader.stdout.fileno(), _MOST_BYTES))
-            if code := self.uploader.poll():
-                self._report(b"its process ended with %d" % code)
+        try:
+            if not self.uploader.wait(self._config.drain_s):
+                return ""
+            why = f"its process ended with {self.uploader.returncode}"
+        except subprocess.TimeoutExpired:
+            why = "it took too long"
+        except KeyboardInterrupt:
+            return "interrupted"
+        finally:
+            self.uploader.kill()
+            self.uploader.wait()
+        with suppress(OSError):  # the directory may be gone
+            said = (self._directory / UPLOAD_LOG).read_text(encoding="utf-8", errors="replace")
+            why = [why, *said.splitlines()][-1]
+        return why
 
     def _start_uploader(self) -> None:
-        """Start `resilient-train sync --follow`, which writes what prevents an upload, a line for each trouble."""
-        self._end_uploader()
+        """Start `resilient-train sync --follow`, whose log has what prevents an upload, a line for each trouble."""
         # -P: else a mlflow.py in the working directory would be imported.
         start = [sys.executable, "-P", "-m", "resilient_train", "sync", str(self._directory.absolute()), "--follow"]
         # The address may hold a password, so it is no argument: those are public. Modules are found where ours are.
@@ -127,31 +114,17 @@ class OutboxTracker(Tracker):
         }
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         try:
-            self.uploader = subprocess.Popen(
-                start,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,  # a Ctrl-C is not meant for it
-            )
+            with open(self._directory / UPLOAD_LOG, "wb") as said:
+                self.uploader = subprocess.Popen(
+                    start,
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=subprocess.DEVNULL,
+                    env=environment,
+                    start_new_session=True,  # a Ctrl-C is not meant for it
+                )
         except (OSError, RuntimeError) as error:  # RuntimeError: at the exit of the interpreter
-            self._report(f"no process can be started: {error}".encode())
-
-    def _end_uploader(self) -> None:
-        if self.uploader is not None:
-            self.uploader.kill()
-            with self.uploader:  # it closes the pipe
-                pass
-            self.uploader = None
-
-    def _report(self, output: bytes) -> None:
-        """Log what prevents an upload, each line once."""
-        for line in masked(output.decode("utf-8", "replace")).splitlines():
-            self._trouble = line
-            if line not in self._logged:
-                self._logged.add(line)
-                log.warning("MLflow at %s: %s. Training is not affected.", self._uri, line)
+            log.warning("no process can be started that uploads to MLflow: %s", error)
 
 
 def build(config: TrackingConfig, directory: Path, home: Path, params: Mapping[str, Any] | None = None) -> Tracker:

@@ -8,26 +8,27 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import posixpath
 import re
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from resilient_train.durable.endings import CONFIG, LOOP, last_sign_ms
+from resilient_train.durable.endings import CONFIG, LOOP
 from resilient_train.durable.incident_log import INCIDENTS
 from resilient_train.durable.journal import BEGAN, METRICS, OUTBOX, entries
 from resilient_train.ground.files import digest_of
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.types import fact
-from resilient_train.ground.wording import printable, say, tags
+from resilient_train.ground.wording import describe, printable, say, tags
 from resilient_train.report.connection import DATABASES, UploadCursor, database_of, root_cause, url
-from resilient_train.report.story import Story, block, left, read_story, shortened, things_to_do, verdict
+from resilient_train.report.story import Story, left, read_story, things_to_do, verdict
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -53,9 +54,6 @@ _OURS = "mlflow.resilience.note"  # the digest of the last description that this
 # MLflow's own limits, of a request and of characters.
 _MOST_METRICS, _MOST_OTHERS = 1000, 100
 _TAG_LENGTH, _PARAM_LENGTH, _NAME_LENGTH = 8000, 6000, 250
-# MLflow's page sorts the sections of charts by name, and shows metrics without a section last. With these names the
-# curves of the training come first.
-_SECTIONS = {"eval": "validation", "knobs": "treatment"}
 
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
 
@@ -173,7 +171,7 @@ class Uploader:
         is_over = is_last and story.state not in ("running", "none")
         there = client.get_run(self.cursor["run_id"])
         if is_over and there.info.status != story.in_mlflow:
-            self._send(client.set_terminated, story.in_mlflow, last_sign_ms(self.run_dir))
+            self._send(client.set_terminated, story.in_mlflow)
         elif not is_over and there.info.status != "RUNNING":
             self._send(client.update_run, "RUNNING")
         shown = {key: cut(value, _TAG_LENGTH) for key, value in tags(story.incidents, story.status).items()}
@@ -192,12 +190,8 @@ def _create(database: Path) -> None:
     with TemporaryDirectory(prefix=f".{database.name}-", dir=database.parent) as scratch:
         new = Path(scratch) / "new.db"
         MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
-        try:
+        with suppress(FileExistsError):  # another process was first
             os.link(new, database)
-        except FileExistsError:
-            pass  # another process was first
-        except OSError:  # a file system without hard links
-            new.rename(database)
 
 
 def _number(value: Any) -> float:
@@ -209,13 +203,12 @@ def _number(value: Any) -> float:
 
 def name(key: str) -> str:
     """Return the nearest name that MLflow accepts: it refuses a whole batch for one `acc@1` or `../x`."""
-    parts = [part for part in re.sub(r"[^\w.\- :/]", "_", str(key)).split("/") if part.strip(".")]
-    return "/".join(parts).lstrip("./")[:_NAME_LENGTH].rstrip("/") or "_"
+    path = posixpath.normpath(re.sub(r"[^\w.\- :/]", "_", str(key)))
+    return path.lstrip("./")[:_NAME_LENGTH].rstrip("/") or "_"
 
 
 def metric_name(key: str) -> str:
-    section, slash, rest = key.partition("/")
-    return name(f"{_SECTIONS.get(section, section)}/{rest}" if slash else f"train/{key}")
+    return name(key if "/" in key else f"train/{key}")
 
 
 def cut(value: Any, length: int) -> str:
@@ -223,41 +216,33 @@ def cut(value: Any, length: int) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-_DOTS = "..."
 _MARKS = {one: f"\\{one}" for one in "*_[]~"} | {one: f"&#{ord(one)};" for one in "&<>|\\@$¨"} | {"`": ""}
 
 LIMIT = 7_950  # characters of a note: MLflow cuts a tag at 8,000
 
-_MOST_TO_DO, _LONGEST = 3, 400  # things, and characters of each and of a line
-_MOST_LINES = 80  # about incidents
+_MOST_TO_DO, _MOST_LINES = 3, 80  # of incidents
+_LONGEST = 400  # characters of a line
 
 
 def note(story: Story) -> str:
     """Return the description in MLflow, with as many of the newest incidents as fit below its limit."""
     headline, details = verdict(story)
-    things = [text(one, _LONGEST) for one in shortened(things_to_do(story), _MOST_TO_DO)]
-    first = f"**{text(headline, _LONGEST)}.**"
+    things = [text(one) for one in things_to_do(story, _MOST_TO_DO)]
+    first = f"**{text(headline)}.**"
     if things:
         first += f" **Do:** {' '.join(things)}"
-    lines = [first, "", *_listed([details, *left(story), say(fact("axis"))])]
-    met = _listed(" ".join(block(chapter, "line")) for chapter in story.chapters[:-_MOST_LINES:-1])
-    while True:
-        older = len(story.chapters) - len(met)
-        more = [f"- {say(fact('older', count=older))}, in `{INCIDENTS}`"] if older else []
-        shown = ["", "The incidents, the newest first:", "", *met, *more] if story.chapters else []
-        if len(whole := "\n".join([*lines, *shown])) <= LIMIT:
-            return whole
-        met.pop()
+    whole = "\n".join([first, "", *_listed([details, *left(story), say(fact("axis"))])])
+    if story.incidents:
+        newest = [describe(one, "line") for one in story.incidents[:-_MOST_LINES:-1]]
+        whole = "\n".join([whole, "", "The incidents, the newest first:", "", *_listed(newest)])
+    return whole if len(whole) <= LIMIT else whole[:LIMIT].rpartition("\n")[0]
 
 
 def _listed(lines: Iterable[str]) -> list[str]:
-    return [f"- {text(line, _LONGEST)}" for line in lines]
+    return [f"- {text(line)}" for line in lines]
 
 
-def text(raw: str, most: int) -> str:
-    """Show words as they are, in at most `most` characters of markdown. Never at the start of a line."""
+def text(raw: str) -> str:
+    """Show words as they are, in one line of markdown. Never at its start."""
     marks = [_MARKS.get(one, one) for one in printable(" ".join(raw.split()))]
-    ends = list(accumulate(map(len, marks)))
-    if ends and ends[-1] > most:
-        marks = [*marks[: sum(end <= most - len(_DOTS) for end in ends)], _DOTS]
-    return "".join(marks)
+    return "".join(marks[:_LONGEST])

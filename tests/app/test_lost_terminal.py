@@ -78,4 +78,4 @@ def test_who_waits_for_mlflow_is_told_why_and_may_leave(tmp_path: Path) -> None:
         door.close()
     told = out.read_text().splitlines()
     assert told[-2].endswith("; to upload the rest, from any machine:")
-    assert told[-1].endswith(" -m resilient_train sync runs/run")
+    assert told[-1].endswith(f" -m resilient_train sync {tmp_path}/runs/run")

@@ -230,8 +230,8 @@ def pickle_for_tensors(newest: Path) -> None:
 
 
 def tree_with_a_call(newest: Path) -> None:
-    call = '"clock": {"_target_": "os.system", "command": "touch canary"}, "c": '
-    (newest / TREE).write_text((newest / TREE).read_text().replace('"clock": ', call))
+    call = '["c", {"_target_": "os.system", "command": "touch canary"}], ["clock", '
+    (newest / TREE).write_text((newest / TREE).read_text().replace('["clock", ', call))
 
 
 @pytest.mark.parametrize("attack", [pickle_for_tensors, tree_with_a_call])

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from forged_checkpoints import newest, write
 from power import FATES, Careless, Power, PowerCut
 
 from resilient_train.durable.endings import Summary
-from resilient_train.durable.journal import Journal, read
+from resilient_train.durable.journal import Journal, commit_json, read
 from resilient_train.durable.manifest import CANDIDATE, DEMOTED
 from resilient_train.durable.store import Store
 from resilient_train.ground import files
@@ -151,8 +152,8 @@ CASES: dict[str, tuple[Act, Act, Act, set[str], str]] = {
     "an entry of a journal": (append(2), append(2), entries, {"0 1", "0 1 0", "0 1 0 1"}, "0 1 0 1"),
     "an entry behind a torn one": (append_to_torn, append(1), entries, {"0 1", "0 1 0"}, "0 1 0"),
     "a summary": (
-        lambda run_dir: summary("failed").write(run_dir / "summary.json"),
-        lambda run_dir: summary("completed").write(run_dir / "summary.json"),
+        lambda run_dir: commit_json(run_dir / "summary.json", asdict(summary("failed"))),
+        lambda run_dir: commit_json(run_dir / "summary.json", asdict(summary("completed"))),
         lambda run_dir: json.loads((run_dir / "summary.json").read_text())["status"],
         *({"failed", "completed"}, "completed"),
     ),

@@ -126,7 +126,7 @@ CHANGED = {
 FIXED = {
     "model._target_=user_programs.Witness": "model._target_: user_programs.Plain there, user_programs.Witness here",
     "run.seed=1": "run.seed: 0 there, 1 here",
-    "+model.width=8": "does not fit it as it is now: ",
+    "+model.width=8": "does not fit this run: ",
     "data.batch_size=8": "an update had 32 samples, and now has 8",
 }
 

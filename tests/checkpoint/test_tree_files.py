@@ -78,7 +78,7 @@ ODD: dict[str, Any] = {
     "root tensor": torch.ones(2),
     "plain": [
         *(None, True, False, 0, 1, 1.0, -0.0, 2**200, -(2**63), 0.1, 5e-324, 1.7e308),
-        *("", "é\ud800\0\n", b"", b"\xff\0"),
+        *("", "é\ud800\0\n"),
     ],
     "not finite": (math.nan, math.inf, -math.inf),
     "empty": [[], (), {}, torch.empty(0, 3), np.empty((0, 2**40))],

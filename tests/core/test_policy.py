@@ -350,8 +350,8 @@ def test_what_an_incident_comes_to(
         assert history.incidents[0].outcome is (good or Outcome.UNRECOVERED)
     else:
         gave_up = Decision(gave_up=fact("text", text="enough"))
-        history.open(refused(120), Diagnosis(Cause.OVERFLOW), gave_up, is_off=not is_back)
-        assert history.incidents[0].outcome is (Outcome.UNRECOVERED if damage and not is_back else Outcome.GAVE_UP)
+        history.open(refused(120), Diagnosis(Cause.OVERFLOW), gave_up)
+        assert history.incidents[0].outcome is Outcome.GAVE_UP
         assert history.incidents[1].outcome is Outcome.GAVE_UP
         assert history.open_incidents == []
 

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from guarded import SKIP, At, Net, adamw, cross_entropy, guarded, handed_over, is_finite, rows, trained
+from guarded import SKIP, At, Net, adamw, cross_entropy, handed_over, is_finite, rows, trained
 from pairs import Pair
 from tasks import BAD, NARROWS, READ, Ends, Running, Scenario, inverted, narrowing, readings, squared
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from resilient_train.extensions.diagnosis.verdict import TRANSIENT
-from resilient_train.extensions.quarantine import RowsLeftOut
 from resilient_train.ground.errors import GaveUp, TrainError
-from resilient_train.ground.types import fact
 from resilient_train.loop.guard import Guard
 
 
@@ -124,13 +122,6 @@ def test_a_scale_that_collapses_is_an_incident() -> None:
         handed_over(guard, At("gradient", *range(10, 2000)), 60)
     assert {str(incident.anomaly.signal) for incident in guard.incidents} == {"scale_collapse"}
     assert guard.clock.tick < 200
-
-
-def test_rows_that_end_the_process_are_put_away_within_the_budget() -> None:
-    guard = guarded(adamw, At("none"), recovery={**SKIP, "budget": {"rows": 1}})
-    for row in (5, 6):
-        guard._parts.leave_out([row], fact("died_twice", rows=[row]), row)
-    assert sorted(guard._controls.extension(RowsLeftOut).rows) == [5]
 
 
 def length(model: Any, batch: Any) -> Any:

@@ -96,7 +96,7 @@ def treating(cause: str, tick: int) -> Moment:
 
     def is_open(run_dir: Path) -> bool:
         found = [entry["incident"] for entry in in_journal(run_dir, "incident_opened")]
-        return any(one["cause"] == cause and one["tick"] >= tick for one in found)
+        return any(one["diagnosis"]["cause"] == cause and one["anomaly"]["tick"] >= tick for one in found)
 
     return going_on(is_open)
 

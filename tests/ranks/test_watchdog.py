@@ -98,9 +98,9 @@ def test_a_row_that_never_comes_ends_the_process(nursery: Nursery) -> None:
         done = summary(run_dir)
         assert (done["status"], done["exit_code"]) == ("failed", 1)
         opened = [entry["incident"] for entry in in_journal(run_dir, "incident_treated")]
-        found = [one for one in opened if one["signal"] == "hang"]
+        found = [one for one in opened if one["anomaly"]["signal"] == "hang"]
         assert len(found) == times
-        assert where in found[-1]["evidence"][0]["where"]
+        assert where in found[-1]["anomaly"]["evidence"][0]["where"]
         assert where in started.output
         log = (run_dir / "train.log").read_text()
         assert "thread MainThread" in log
@@ -109,8 +109,8 @@ def test_a_row_that_never_comes_ends_the_process(nursery: Nursery) -> None:
     (step,) = taken_up_at(run_dir)
     assert step >= 10
     last = nursery.run(*arguments, PATIENT)
-    named = [one["incident"] for one in in_journal(run_dir, "incident_treated") if one["incident"]["rows"]]
-    assert [BAD in one["rows"] for one in named] == [True]
+    named = [one["incident"]["diagnosis"]["rows"] for one in in_journal(run_dir, "incident_treated")]
+    assert [BAD in rows for rows in named if rows] == [True]
     assert last.code == 0, last.output
     done = summary(run_dir)
     assert (done["status"], done["steps"]) == ("completed", 43)

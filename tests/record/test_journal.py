@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import zlib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from stories import free_text
 
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.durable.journal import Journal, plain, read
-from resilient_train.durable.run_history import as_line, from_line
+from resilient_train.durable.run_history import from_tree, in_words
 from resilient_train.ground.errors import TrainError
 from resilient_train.ground.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.ground.wording import describe, tags
@@ -72,11 +72,13 @@ def test_what_is_read_back_is_what_was_in_memory(full: tuple[Path, list[dict[str
 def test_a_journal_that_cannot_be_read_is_refused_in_one_line(full: tuple[Path, list[dict[str, Any]]]) -> None:
     """Neither read nor written over, even if only its last process was of another version."""
     path, entries = full
-    content = path.read_bytes() + _sealed(json.dumps({**entries[0], "n": 4, "format": 3}).encode()[:-1])
+    content = path.read_bytes() + _sealed(json.dumps({**entries[0], "n": 4, "format": 4}).encode()[:-1])
     path.write_bytes(content)
-    with pytest.raises(TrainError, match=r"journal\.jsonl is of format 3, where this version reads 2: resume the run"):
+    with pytest.raises(
+        TrainError, match=r"journal\.jsonl cannot be read: it is of format 4, where this version reads 3"
+    ):
         Journal(path)
-    with pytest.raises(OSError, match=r"^is of format 3, where this version reads 2: resume"):
+    with pytest.raises(OSError, match=r"^it is of format 4, where this version reads 3: resume"):
         read(path)
     assert path.read_bytes() == content
     path.unlink()
@@ -166,11 +168,11 @@ POISON = Incident(
 def test_a_line_has_the_contracts_keys_first() -> None:
     """People's scripts rely on these names; what the engine needs beside them comes behind."""
     keys = "id step tick rank signal cause culprit rows advice actions rewound_to steps_lost seconds outcome evidence"
-    assert list(as_line(SPIKE))[:15] == keys.split()
-    line = strictly(json.dumps(as_line(SPIKE)))
+    assert list(in_words(SPIKE))[:15] == keys.split()
+    line = strictly(json.dumps(in_words(SPIKE)))
     assert line["actions"] == [{"remedy": "rewind"}, {"remedy": "lower_lr", "factor": 0.5, "rewarm": 20}]
     assert (line["rank"], line["culprit"], line["rows"], line["outcome"]) == (None, None, [], None)
-    line = strictly(json.dumps(as_line(replace(POISON, outcome=Outcome.RECOVERED))))
+    line = strictly(json.dumps(in_words(replace(POISON, outcome=Outcome.RECOVERED))))
     assert (line["rank"], line["rows"], line["outcome"]) == (1, [17, 90_000], "recovered")
     assert line["culprit"]["inputs"] == [{"name": "x", "min": "-inf", "shape": [2, 3]}]
     assert list(line["culprit"]) == ["phase", "op", "module", "file", "line", "inputs"]
@@ -193,14 +195,14 @@ INCIDENTS = {
 def test_an_incident_comes_back_from_its_line(name: str) -> None:
     """A resumed process has every incident as it was, and every one of them can be told."""
     incident = INCIDENTS[name]
-    line = strictly(json.dumps(as_line(incident)))
-    finite = from_line(line)  # an infinity in the settings became its name
-    assert as_line(finite) == line
+    tree = strictly(json.dumps(plain(asdict(incident))))
+    finite = from_tree(tree)  # an infinity in the settings became its name
+    assert plain(asdict(finite)) == tree
     assert replace(finite, decision=incident.decision, diagnosis=incident.diagnosis) == incident
     assert len(describe(incident).split("\n")) in (2, 3, 4)
     assert "\n" not in describe(incident, "outcome")
     assert describe(incident, "final", last_good=None)
-    assert tags([incident], "clean")
+    assert tags([incident], "well")
 
 
 # The book of them.
@@ -225,7 +227,7 @@ def test_an_open_incident_survives(tmp_path: Path) -> None:
     """The process that resumes has all incidents as they were left, and the drills; it closes what is open."""
     before = IncidentLog(tmp_path)
     treated = replace(SPIKE, seconds=0.5)
-    closed = replace(from_line(as_line(POISON)), outcome=Outcome.RECOVERED)
+    closed = replace(from_tree(plain(asdict(POISON))), outcome=Outcome.RECOVERED)
     before.add(SPIKE)
     before.add(POISON)
     before.record_treatment(treated)

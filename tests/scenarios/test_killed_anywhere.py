@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from resilient_train import Guard
 from resilient_train.data.trees import weights_sha256
 from resilient_train.durable.journal import JOURNAL, Journal, read
-from resilient_train.durable.run_history import as_line
+from resilient_train.durable.run_history import in_words
 from resilient_train.durable.writer import Writer
 from resilient_train.ground import files
 from resilient_train.ground.reader import MemoryConfig
 from resilient_train.ground.types import Cause
-from resilient_train.report.story import block, read_story, review
+from resilient_train.ground.wording import lines_of
+from resilient_train.report.story import read_story, review
 
 BATCH, STEPS = 8, 390
 # The updates in which something goes wrong: rows that are not finite, that raise, that a line cannot take, that are far
@@ -79,17 +80,12 @@ class Faults:
             return False
         self.struck.add(now)
         entries = (one for one in read(self.journal) if one["kind"] == "incident_treated")
-        return all(one["incident"]["signal"] != signal for one in entries)
-
-
-def _write_now(writer: Any, job: Any) -> None:
-    writer.writing = job
-    writer._execute(job)
+        return all(one["incident"]["anomaly"]["signal"] != signal for one in entries)
 
 
 def train(run_dir: Path) -> None:
     """The program, which resumes what there is."""
-    files.disk, Writer.offer = Careless(), _write_now  # type: ignore[assignment,method-assign]
+    files.disk, Writer.offer = Careless(), Writer.write_now  # type: ignore[assignment,method-assign]
     torch.manual_seed(0)
     model, faults = Net(), Faults(run_dir)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -143,7 +139,7 @@ def train_observed(run_dir: Path) -> None:
 
 
 def train_simply(run_dir: Path, spoil: Any, *, hands_over: bool = False, **more: Any) -> None:
-    files.disk, Writer.offer = Careless(), _write_now  # type: ignore[assignment,method-assign]
+    files.disk, Writer.offer = Careless(), Writer.write_now  # type: ignore[assignment,method-assign]
     guard = {"disk": 20, "resume": True, **more}
     run = Running(Scenario(FIT, Ends(), spoil, hands_over=hands_over, guard=guard), run_dir).train()
     (run_dir / "weights").write_text(weights_sha256(run.guard.state))
@@ -175,7 +171,7 @@ def story_of(run_dir: Path, *, is_experiment: bool) -> dict[str, Any]:
     An experiment is made again by the next process, with other samples: the incidents that it makes come again.
     """
     story = read_story(run_dir)
-    lines = [as_line(one) for one in story.incidents if one.diagnosis.cause is not Cause.PROCESS]
+    lines = [in_words(one) for one in story.incidents if one.diagnosis.cause is not Cause.PROCESS]
     facts = [[one[name] for name in ("signal", "cause", "rows", "actions", "outcome")] for one in lines]
     where = [culprit and [culprit["op"], culprit["line"]] for culprit in (one["culprit"] for one in lines)]
     rows = sorted(row for row, *_ in story.remedies.get("quarantined", []))
@@ -200,7 +196,7 @@ def whole(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_fault_is_said_as_it_was(whole: Path) -> None:
     """Evidence and advice, but for figures, lines and times, which depend on the machine and on this file."""
     story = read_story(whole / "run")
-    lines = [*review(story), *(line for chapter in story.chapters for line in ["", *block(chapter)])]
+    lines = [*review(story), *(line for one in story.incidents for line in ["", *lines_of(one, "block")])]
     said = "\n".join(lines).replace(str(whole), "").replace(str(Path(__file__).parent), "")
     for pattern, instead in (
         (r"\d[\d-]+ [\d:]{8},", "TIME,"),

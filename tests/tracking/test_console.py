@@ -95,4 +95,3 @@ def test_the_overview_tells_the_story(person: Console, shown: Shown) -> None:
     person.picture(SHOTS / "overview.png")
     assert lines.count() == len(shown.incidents)
     assert person.page.get_by_text("newest checkpoint").count() == 1
-    assert person.page.get_by_text("nan_grad at tick 20, bit_flip at tick 31").count() == 1

@@ -115,7 +115,6 @@ STORIES: dict[str, tuple[Sequence[Incident], dict[str, Any] | None]] = {
         ],
         {},
     ),
-    "drill": ([incident(at) for at in (1, 2, 3)], {}),
     "process": (
         [
             of(signal, Cause.PROCESS, Action(remedy), rewound_to=to, outcome=outcome)
@@ -155,16 +154,14 @@ def write(run_dir: Path, met: Sequence[Incident], summary: dict[str, Any] | None
     place.mkdir(parents=True)
     effects = EFFECTS if len(met) > 5 else {"knobs": Knobs().state_dict()}
     (place / "manifest.json").write_bytes(sealed(replace(manifest(250, {}, tick=300), effects=effects)))
-    (run_dir / "loop.json").write_text(json.dumps({"steps": 300, "resumes": True}))
+    (run_dir / "loop.json").write_text(json.dumps({"steps": 300}))
     book = IncidentLog(run_dir)
-    for tick in (0, 160, 1_060) if run_dir.name == "drill" else ():
-        book.note("drill_fired", name="nan_grad" if tick else "bad_row", tick=tick)
     for number, one in enumerate(met, start=1):
         opened = replace(one, id=number, outcome=None)
         book.add(opened)
         book.record_treatment(opened)
         if one.outcome is not None:
-            book.close(opened, one.outcome, healthy_steps=50)
+            book.close(opened, one.outcome)
     book.close_files()
     if run_dir.name == "refused":
         (run_dir / "refused.json").write_text(json.dumps({"exit_code": 2, "why": "model: no such option"}))

@@ -138,5 +138,5 @@ def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_p
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text(content)
     of: Story = read_story(tmp_path)
-    assert (of.status, of.newest) == ("failed", None)
+    assert (of.status, of.newest) == ("killed", None)
     assert note(of).startswith("**Killed (no exit message).** **Do:** Start it again\n\n- at step 0; no incidents")

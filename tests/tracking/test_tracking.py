@@ -156,9 +156,7 @@ def test_a_dead_server_is_said_once_with_how_to_upload_the_rest(
     assert tracker.finish() is None
     rows = [one for one, _ in entries(tmp_path / OUTBOX) if one is not None and one["kind"] == METRICS]
     assert all(one["values"]["loss"] == one["tick"] for one in rows)
-    *first, last = caplog.messages
-    assert all("Training is not affected" in one for one in first)
-    assert len(first) <= 1
+    (last,) = caplog.messages
     assert " did not get everything (" in last
     assert "ConnectionRefusedError" in last
     assert last.endswith(command("sync", tmp_path))
