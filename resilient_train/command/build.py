@@ -136,7 +136,6 @@ def assemble(
         memory=config.checkpoint.memory,
         verify_after=config.checkpoint.verify_after,
         seed=seed,
-        data_changed=config.run.data_changed,
         disk=config.checkpoint.disk,
         extensions=extensions,
         home=home,

@@ -38,7 +38,7 @@ class RunHistory:
         self.effects: dict[str, Any] = {}  # of remedies, as they were noted last
         self.has_saved = False  # a checkpoint was ever committed
         self.sources: set[str] = set()  # paths that the user told the run to resume from
-        self.data_sample: Mapping[str, Any] | None = None  # rows of the data set, to notice that it changed
+        self.data_rows: int | None = None  # of the data set when the run began
         self.drills: dict[int, Facts] = {}  # that have fired, by their numbers
         # By tick, which no two processes end at: the samples in use when one ended.
         self._endings: dict[int, tuple[int, int]] = {}
@@ -66,8 +66,8 @@ class RunHistory:
                 self.has_saved = True
             case {"kind": "process_ended", "tick": int(tick), "start": int(start), "stop": int(stop)}:
                 self._endings[tick] = (start, stop)
-            case {"kind": "data_seen", "sample": dict(sample)}:
-                self.data_sample = sample
+            case {"kind": "data_seen", "rows": int(rows)}:
+                self.data_rows = rows
             case {"kind": "taken_up_from", "source": str(source)}:
                 self.sources.add(source)
             case {"kind": "drill_fired", "drill": int(number), "name": str(fault), "tick": int(tick)}:

@@ -16,13 +16,11 @@ from resilient_train.core.randomness import Seeds, capture, restore
 from resilient_train.core.ring import Ring
 from resilient_train.core.state import RunState
 from resilient_train.core.transaction import Transaction
-from resilient_train.data.rows import fingerprint
 from resilient_train.data.samples import Samples
 from resilient_train.data.trees import nbytes
-from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.progress import Progress
 from resilient_train.ground.errors import TrainError
-from resilient_train.ground.wording import counted, log
+from resilient_train.ground.wording import counted
 from resilient_train.parts.run import Run
 
 _MOST_STATES = 2_000  # of generators, 8 KiB each: updates that are older draw other numbers when they are repeated
@@ -49,34 +47,6 @@ class NotePlace(Hook):
     def _note(self, start: int, stop: int) -> None:
         self._noted = start, stop
         self._progress.updating(self._clock.tick + 1, self._clock.step, start, stop)
-
-
-class HealthyUpdates(Hook):
-    """Looks at healthy updates. In the first one of a process optimizers create their state."""
-
-    def __init__(self, run: Run, keeper: CheckpointKeeper) -> None:
-        self._parts, self._keeper = run, keeper
-        self._is_over = False
-
-    def accepted(self, update: Transaction) -> None:
-        run = self._parts
-        run.ring.best_step = run.best.step  # whose state is kept
-        self._note_rows(update)
-        if self._is_over:
-            return
-        self._is_over = True
-        self._keeper.check()
-        if run.clock.step == 1:
-            # Its size is known now that the optimizer has its moments.
-            log.info("%s", snapshots_in_words(run.ring, run.state))
-
-    def _note_rows(self, update: Transaction) -> None:
-        """Note once what the data set looks like, so that a resume notices when it has changed."""
-        log, keys = self._keeper.incident_log, update.update.keys
-        if log.directory is not None and log.data_sample is None and keys:
-            rows = [key.row for some in keys for key in some]
-            sample = fingerprint(self._parts.samples.dataset, rows)  # type: ignore[attr-defined]
-            log.note("data_seen", sample=sample)
 
 
 def snapshots_in_words(ring: Ring, state: RunState) -> str:
@@ -129,13 +99,11 @@ class TrainersClipper(Clipper):
     """Takes the norm that a trainer has measured, which has clipped the gradients already."""
 
     norm: torch.Tensor | None = None  # of the newest gradients, before they were clipped; None if it was not measured
-    may_change = False  # the gradients, by the trainer's callbacks, after it was measured
 
     def _clipped(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
-        norm = self.norm
-        if norm is None or self.may_change:
-            after = clip(weights, over_ranks=self.over_ranks)
-            norm = after if norm is None else torch.where(after.isfinite(), norm, after)
+        norm = after = clip(weights, over_ranks=self.over_ranks)
+        if self.norm is not None:  # callbacks may have spoiled them since
+            norm = torch.where(after.isfinite(), self.norm, after)
         clipped_to = self.config.max_norm
         if max_norm is not None and max_norm != clipped_to:  # a remedy clips further
             clipped = norm if clipped_to is None else norm.clamp(max=clipped_to)

@@ -7,12 +7,10 @@ of a `break`, or an error of the caller's, it learns only at the exit of the int
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import os
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -59,8 +57,7 @@ _TIMED = 10_000  # laps from which the median step time is taken
 
 _DRAIN_S = 30.0  # how long the end of a loop waits for MLflow at most
 
-# By run directory, of this process: who reports the run, and the guard, which may be gone.
-holders: dict[Path, tuple[RunReporter, weakref.ref[Any]]] = {}
+holders: dict[Path, RunReporter] = {}  # of this process, by run directory
 os.register_at_fork(after_in_child=holders.clear)  # a forked child reports nothing
 
 
@@ -123,28 +120,14 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
         except DirectoryInUse as error:
             if not error.holder.startswith(f"process {os.getpid()} "):
                 raise
-            gc.collect()  # a guard is part of cycles
-            if path not in holders or not _close_older(*holders[path]):
-                raise DirectoryInUse(path, "another guard of this process", "call its close() first") from None
-            return _claim(named, locks, resumes=resumes)
+            advice = "call its close() first, or restart the process"
+            raise DirectoryInUse(path, "another guard of this process", advice) from None
         except FileExistsError:
             if not path.is_dir():
                 raise ConfigError("run_dir", named, "is a file, expected a directory") from None
         except OSError as error:
             raise ConfigError("run_dir", named, f"cannot be written: {error.strerror}") from None
     raise AssertionError
-
-
-def _close_older(reporter: RunReporter, known: weakref.ref[Any]) -> bool:
-    """Close a guard whose loop was left, where a notebook's cell is run again. False: the loop runs."""
-    if (guard := known()) is not None:
-        if guard.is_looping:
-            return False
-        guard.stop_now()
-        with suppress(TrainError):
-            guard.close()
-    reporter.closed(None, sys.maxsize)
-    return True
 
 
 def write_summary(summary: Summary, run_dir: Path) -> None:
@@ -404,7 +387,7 @@ def log_to_stderr(world: World) -> None:
 def _at_exit() -> None:
     """The interpreter has an error that was not caught."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    for one, _ in list(holders.values()):
+    for one in list(holders.values()):
         try:
             one.left(error)
         except Exception as failed:

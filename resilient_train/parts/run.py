@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -130,7 +130,6 @@ def nonfinite(norms: Mapping[str, float]) -> Facts:
 class Run(RunParts):
     settings: Any  # of all checks by their names
     best: BestLevel
-    own_weights: Collection[str] | None  # those that DDP does not synchronize; None if the model is not replicated
     # Leaves rows out for the rest of the run, with the reason and the number of the incident; says whether it could.
     leave_out: Callable[[Sequence[int], Facts, int], bool] = lambda rows, reason, incident: False
     sinks: list[Any] = field(default_factory=list)  # an `extensions.Sink` each

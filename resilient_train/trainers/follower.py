@@ -35,7 +35,6 @@ OPTIONS = {  # of Guard, where a trainer has the rest
     "expect",
     "memory",
     "verify_after",
-    "data_changed",
     "tracking",
     "drill",
     "seed",
@@ -60,7 +59,6 @@ class Follower(ABC):
     def __init__(self) -> None:
         self.is_following = False  # from `follow` to `close`
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
-        self.may_change = False  # its callbacks the gradients, after that
         self.number = 0  # of the micro-batch that is run or replayed, in its update
         self._replay = 0  # which replay it is
         self._is_open = False  # the trainer has fetched the newest update, and made no step yet
@@ -271,7 +269,7 @@ class Follower(ABC):
 
     def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
         self._put_back(fed.settings)
-        self.guard.take_norm(self.norm, may_change=self.may_change)
+        self.guard.take_norm(self.norm)
         self.guard.update(loss)
         return self.guard.settle()
 

@@ -106,9 +106,6 @@ class Guarding(Follower):
             resume=self._resumes_from is not None,
             **options,
         )
-        kinds = {kind for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
-        with_hook = [kind for kind in kinds if "on_pre_optimizer_step" in vars(kind)]  # one of them is the base class
-        self.may_change = len(with_hook) > 1
         self._replace(accelerator, "backward", self._backward)
         self._replace(trainer.optimizer, "step", self._step)
         # Without these marks, torch's schedulers warn that no step was made.

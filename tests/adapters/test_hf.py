@@ -59,7 +59,6 @@ def trained(program: str, output: Path, fault: str = "", *, guarded: bool = True
         (lambda trainer: resilient_train.hf.guard(lightning.Trainer(logger=False)), r"of lightning; .*Guarded\(\)"),
         (lambda trainer: resilient_train.hf.guard(resilient_train.hf.guard(trainer)), "guarded already"),
         (lambda trainer: resilient_train.hf.guard(type(trainer)), "trainer: expected a transformers.Trainer"),
-        (lambda trainer: resilient_train.hf.guard(trainer, memory=5), "memory: expected .*MemoryConfig"),
         (lambda trainer: resilient_train.hf.guard(trainer, verify_after=-1), "verify_after=-1: must be a whole number"),
         (lambda trainer: resilient_train.lightning.Guarded(recover="balanced"), "unknown option 'recover'"),
         (lambda trainer: Guard(trainer.model, trainer, None, data=[0]), r"plain PyTorch, got .*hf.guard\(trainer\)"),

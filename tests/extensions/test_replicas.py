@@ -18,7 +18,7 @@ from resilient_train.data.trees import weights_sha256
 from resilient_train.extensions.drills import BitFlip, Drill
 from resilient_train.extensions.scans.layout import digest
 from resilient_train.ground.errors import RanksDiffer
-from resilient_train.loop.arguments import named
+from resilient_train.loop.arguments import checks as named
 from resilient_train.loop.guard import Guard
 
 CPU = torch.device("cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCycleLR, SequentialLR, StepLR
 
 from resilient_train.command.build import parameter_groups
-from resilient_train.loop.run_process import to_a_hundredth
 from resilient_train.loop.schedule import CurveSchedule, LoopSchedule, ShadowSchedule, constant, cosine, linear
 
 
@@ -80,14 +78,6 @@ def test_a_resumed_run_takes_the_rates_that_it_is_given_now() -> None:
     shadow = ShadowSchedule.of(StepLR(optimizer, 10), optimizer)
     shadow.load_state_dict(ran.state_dict())
     assert shadow.settings(25)[0]["lr"] == pytest.approx(0.001)
-
-
-@pytest.mark.parametrize("rate", [2**-7, 0.5, 1.0, 0.75, 1e-3, 3e-4, 0.1])
-def test_ranks_whose_rates_differ_in_the_last_digit_are_alike(rate: float) -> None:
-    """As the cosine of another machine may differ; a rate that is off by a hundredth is no rounding."""
-    for other in (math.nextafter(rate, 0), math.nextafter(rate, 2), rate * (1 - 6e-8)):
-        assert to_a_hundredth([other]) == to_a_hundredth([rate])
-    assert to_a_hundredth([1.01 * rate]) != to_a_hundredth([rate])
 
 
 def test_which_weights_decay() -> None:

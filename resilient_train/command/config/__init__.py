@@ -28,7 +28,6 @@ class RunConfig:
     log_every: int = limited(at_least=1)
     eval_every: int = limited(at_least=0)
     resume: str
-    data_changed: str = limited(one_of=("refuse", "accept"))
     init_from: str | None
     max_hours: float | None = limited(above=0)
     deterministic: bool
