@@ -32,7 +32,6 @@ LAUNCH = ".launch"  # names what may restart the newest process of a run
 class Loop:
     steps: int | None = None  # planned
     resumes: bool = False  # the same program resumes; otherwise it starts a new run in the next directory
-    given: Mapping[str, Any] = field(default_factory=dict)  # to the guard; for a person to read
     is_trainers: bool = False  # which writes checkpoints of its own
 
     def write(self, run_dir: Path) -> None:

@@ -16,8 +16,8 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, patch_environment
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, default_collate
 
 from resilient_train.core.checks import Check, Checks, ChecksConfig
@@ -32,13 +32,12 @@ from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.extensions import Extension, load
-from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, named_type, unusable
+from resilient_train.ground.errors import ConfigError, in_one_line, named_type, unusable
 from resilient_train.ground.files import conf, load_yaml
 from resilient_train.ground.reader import ClipConfig, DiskConfig, checked, merged, option, read
 from resilient_train.ground.wording import counted, log
 from resilient_train.loop import rows_of_loader
 from resilient_train.loop.schedule import CurveSchedule, LoopSchedule, ShadowSchedule
-from resilient_train.parts.run import Measured
 from resilient_train.processes.world import World
 
 _FSDP1 = (
@@ -54,21 +53,16 @@ TRAINERS = (
 )
 
 _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "accumulate": (int, {"at_least": 1}),
     "batch_size": (int | None, {"at_least": 1}),
     "clip": (float | None, {"above": 0}),
-    "disk": (int | None, {"at_least": 0}),
-    "expect": (Sequence[int], {"at_least": 1}),
     "steps": (int | None, {"at_least": 0}),
-    "tracking": (str | bool | None, {}),
-    **{name: (int, {"at_least": 0}) for name in ("num_workers", "seed", "verify_after")},
 }
 
 
 def check_settings(**given: Any) -> None:
     """Raise if a number is of a wrong type or out of its limits; `given` has them by the names of the arguments."""
     for name, value in given.items():
-        if name in _KINDS and not isinstance(value, ClipConfig | DiskConfig):
+        if name in _KINDS and not isinstance(value, ClipConfig):
             kind, limits = _KINDS[name]
             checked(name, value, kind, {**limits, "as_is": True})
 
@@ -78,8 +72,6 @@ def accelerator(given: Any, model: Any, accumulate: int = 1, scaler: Any = None)
     if not isinstance(given, Accelerator | None):
         expected = "expected an accelerate.Accelerator, or None for a loop of plain PyTorch"
         raise TypeError(f"accelerator: {expected}, got {named_type(given)}; {TRAINERS}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {named_type(model)}; {TRAINERS}")
     if given is not None:
         if accumulate > 1 or scaler is not None:
             name = "accumulate" if accumulate > 1 else "scaler"
@@ -120,29 +112,21 @@ def world(accelerator: Any) -> World:
     return World(accelerator)
 
 
-def unwrapped(model: nn.Module, world: World) -> nn.Module:
+def unwrapped(model: nn.Module, world: World, *, replays: bool) -> nn.Module:
     """Unwrap a model from what replicates it over processes, but not from torch.compile."""
     if any(type(one).__name__ == "FullyShardedDataParallel" for one in model.modules()):
         raise ValueError(f"model: {_FSDP1}")
     inner = getattr(model, "_orig_mod", model)
-    parts = [getattr(one, "_orig_mod", one) for one in (inner, *inner.children())]
-    replicated = [one for one in parts if isinstance(one, DistributedDataParallel)]
-    synchronized = {id(weight) for one in replicated for weight in one.parameters()}
-    is_replicated = any(map(is_sharded, model.parameters())) or (
-        bool(synchronized) and all(id(one) in synchronized for one in model.parameters() if one.requires_grad)
-    )
+    is_replicated = any(isinstance(one, DistributedDataParallel) for one in model.modules())
+    is_replicated |= any(map(is_sharded, model.parameters()))
     if world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_") and not is_replicated:
         how = "give accelerator.prepare(model) or DistributedDataParallel(model)"
         raise ValueError(f"model: it is not prepared for {world.size} processes, each would train its own: {how}")
     # unwrap_model on a compiled DDP model would also strip DDP from the caller's model.
     bare: nn.Module = world.accelerator.unwrap_model(inner, keep_fp32_wrapper=True)
+    if replays and any(isinstance(one, DistributedDataParallel) for one in bare.modules()):
+        raise ValueError("model: with objective= prepare it as a whole, not its parts one by one")
     return model if bare is inner else bare
-
-
-def objective(given: Any) -> Measured | None:
-    if given is None or isinstance(given, Measured):
-        return given
-    return Measured(given, getattr(given, "__qualname__", type(given).__name__), key="objective")
 
 
 def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
@@ -152,23 +136,16 @@ def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
     known = {id(weight) for weight in model.parameters()}
     for one in unwrapped:
         name = type(one).__name__
-        if not isinstance(one, Optimizer):
-            expected = "expected a torch.optim.Optimizer or a list of them"
-            raise TypeError(f"optimizer: {expected}, got {named_type(one)}; {TRAINERS}")
-        if isinstance(one, LBFGS):
-            why = "its step computes the loss again, several times an update, which no gate can refuse"
-            raise TypeError(f"optimizer: {name} is not supported: {why}")
         if unknown := sum(id(weight) not in known for group in one.param_groups for weight in group["params"]):
             what = f"{unknown} of the weights that {name} trains are not the model's, so they would not rewind"
             raise ValueError(f"optimizer: {what}: put all trained modules into one nn.Module, and give it as the model")
     return unwrapped
 
 
-def batch_size(given: int | None, data: Any, world: World) -> int:
+def batch_size(given: int | None, data: Any) -> int:
     own = None
     if is_loader(data):
-        over_all = getattr(data, "total_batch_size", None)  # of a loader that Accelerate has prepared
-        own = over_all // world.size if isinstance(over_all, int) else getattr(data, "batch_size", None)
+        own = getattr(data, "batch_size", None)
         own = own if isinstance(own, int) and own > 0 else None
         given = given or own or 1
     if given is None:
@@ -203,21 +180,15 @@ def _drawn(function: Callable[[], Any]) -> Iterator[Any]:
 
 
 def steps_per_epoch(samples: Samples) -> int:
-    counted: Any = getattr(samples, "loader", getattr(samples, "dataset", ()))
-    try:
-        count = len(counted) if samples.counts_batches else samples.rows or len(counted)
-    except TypeError:
-        why = "this data has no len(), so the length of an epoch is unknown: use guard.batches(n)"
-        raise TrainError(f"epochs: {why}") from None
-    slicing = samples.slicing
-    return -(-count // (slicing.accumulation if samples.counts_batches else slicing.samples)) or 1
+    slicing, loader = samples.slicing, getattr(samples, "loader", ())
+    if samples.counts_batches:
+        return -(-len(loader) // slicing.accumulation) or 1
+    return -(-(samples.rows or len(loader)) // slicing.samples) or 1
 
 
 def schedules(given: Any, optimizers: list[Optimizer]) -> list[Schedule]:
     """`given` is one for all or a list: None, a function `step -> factor`, or a torch scheduler."""
     several = list(given) if isinstance(given, list | tuple) else [given] * len(optimizers)
-    if len(several) != len(optimizers):
-        raise ValueError(f"schedule: {len(several)} schedules for {len(optimizers)} optimizers")
     return [_schedule(one, optimizer) for one, optimizer in zip(several, optimizers, strict=True)]
 
 
@@ -227,14 +198,11 @@ def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
         is_alone = given.split_batches or not given.step_with_optimizer
         given, stride = given.scheduler, 1 if is_alone else int(PartialState().num_processes)
     if isinstance(given, LRScheduler):
-        if isinstance(given, ReduceLROnPlateau):
-            why = "ReduceLROnPlateau follows a metric: leave it out, step it in the loop, and let guard.keep rewind it"
-            raise unusable("schedule", why)
         its_own = getattr(given, "optimizer", None)
         if getattr(its_own, "optimizer", its_own) is not optimizer:  # Accelerate wraps it
             several = "give a list with a schedule for each optimizer, in their order, None for a constant rate"
             raise ValueError(f"schedule: this {type(given).__name__} was made for another optimizer; {several}")
-        return ShadowSchedule.of(given, optimizer, stride)
+        return ShadowSchedule(given, optimizer, stride=stride)
     if isinstance(given, Schedule):
         return given
     if given is None:

@@ -51,7 +51,7 @@ from resilient_train.loop.hooks import (
 from resilient_train.loop.reporter import REPORT_EVERY, Place, RunReporter, holders, log_to_stderr, place
 from resilient_train.loop.run_process import RunProcess
 from resilient_train.parts.modes import AnomalyMode, Attributes, BufferWatch
-from resilient_train.parts.run import Computation, Objective, Run, mean_metrics
+from resilient_train.parts.run import Computation, Measured, Objective, Run, mean_metrics
 from resilient_train.processes.world import World
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
@@ -132,22 +132,22 @@ class Guard(EngineGuard):
         is_own_loop = home is None  # False: the command's, which reports its end itself
         if is_own_loop:
             log_to_stderr(world)
-        measured, self.steps, device, scaler = arguments.objective(objective), steps, world.device, accelerator.scaler
-        batch_size = arguments.batch_size(batch_size, data, world)
+        self.steps, device, scaler = steps, world.device, accelerator.scaler
+        name = getattr(objective, "__qualname__", type(objective).__name__)
+        measured = objective if isinstance(objective, Measured | None) else Measured(objective, name, key="objective")
+        batch_size = arguments.batch_size(batch_size, data)
         slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, world.rank, world.size)
         if device.type == "cpu":
             # glibc adapts its thresholds to the largest block that was ever freed, up to this size. Else it returns
             # memory after each backward and requests it again: 4 ms of a step of 110 ms.
             torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
-        unwrapped = arguments.unwrapped(model, world)
+        unwrapped = arguments.unwrapped(model, world, replays=measured is not None)
         bare = getattr(unwrapped, "_orig_mod", unwrapped)  # without torch.compile's prefix in the names of weights
         optimizers = arguments.optimizers(optimizer, bare)
         rates = arguments.schedules(schedule, optimizers)
         samples = arguments.samples(data, slicing, world, seed, shuffle, num_workers, collate)
         samples.beat = beat  # a resume may have to read an epoch
         seeds = RecordedStates(device) if samples.is_fed else Seeds(seed, world.rank, device)
-        shown = {"recovery": recovery, "checks": checks, "batch_size": batch_size, "seed": seed}
-        self._settings = {name: one for name, one in shown.items() if isinstance(one, str | int)}
         disk = arguments.disk(disk, resumes=run_dir is not None and resume is True and not samples.is_fed)
         given = [*extensions, *([] if drill is None else [drill])]
         for one in given:
@@ -223,8 +223,7 @@ class Guard(EngineGuard):
             )
             self._direct_steps, self._anomaly_mode = direct_steps, anomaly_mode
             self._keeper = keeper
-            is_shown = is_own_loop and (home.tracking is not None or bool(run.sinks))
-            self._is_shown = world.least(-float(is_shown)) < 0  # on any rank: all average its numbers
+            self._shows = is_own_loop and home.directory is not None  # on all ranks, which average its numbers
             if world.is_main:
                 incidents.sinks += run.sinks
             super().__init__(
@@ -250,9 +249,9 @@ class Guard(EngineGuard):
     def keep(self, **items: Stateful) -> None:
         """Let objects with state_dict and load_state_dict rewind with the run, such as an average of the weights."""
         for name, item in items.items():
-            if lacks := [verb for verb in ("state_dict", "load_state_dict") if not callable(getattr(item, verb, None))]:
-                missing = " and no ".join(lacks)
-                raise TypeError(f"keep({name}=...): a {type(item).__name__} has no {missing}, so it cannot rewind")
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+                what = f"a {type(item).__name__} has no state_dict and load_state_dict"
+                raise TypeError(f"keep({name}=...): {what}, so it cannot rewind")
             if self._has_begun:
                 raise TrainError(f"keep({name}=...): the run has begun, and its first state lacks this: call it before")
             for one in item.modules() if isinstance(item, nn.Module) else ():
@@ -399,12 +398,9 @@ class Guard(EngineGuard):
         assert isinstance(self._updater.clipper, TrainersClipper)
         self._updater.clipper.norm = norm
 
-    def leave_out(self, *, keeps_buffers: bool = False) -> None:
-        """Give up the update at hand. Buffers may stay if they are finite, for which the host waits for the device."""
-        now = self._marks.take()
+    def leave_out(self) -> None:
+        """Give up the update at hand."""
         self._put_back_batch()
-        if keeps_buffers and all(bool(one.isfinite().all()) for one in now.copies[: len(now.live)]):
-            self._marks.put_back(now)
 
     # For the command.
 
@@ -442,8 +438,7 @@ class Guard(EngineGuard):
         self._left = None
         if planned is None and last < sys.maxsize:
             planned = last if self.steps is None else self.steps
-        settings = self._settings if planned is None else {"steps": planned, **self._settings}
-        self.reporter.begin(planned, settings, is_trainers=self.samples.is_fed)
+        self.reporter.begin(planned, is_trainers=self.samples.is_fed)
         if self.attempted_step >= last and not self.stopped:
             what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
             log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)
@@ -506,5 +501,5 @@ class Guard(EngineGuard):
             log.info("%s", snapshots_in_words(run.ring, run.state))
             if home.directory is not None and self.samples.rows:
                 run.incident_log.note("data_seen", rows=self.samples.rows)  # so that a resume notices a change
-        if (home.directory is not None or self._is_shown) and self.clock.step % REPORT_EVERY == 0:
-            self.reporter.show(self.report() if self._is_shown else None)
+        if self._shows and self.clock.step % REPORT_EVERY == 0 and (values := self.report()) is not None:
+            self.reporter.show(values)

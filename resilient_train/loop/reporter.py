@@ -75,9 +75,8 @@ class Place:
 def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any, disk: DiskConfig) -> Place:
     """Begin a journal in the named directory, or in a sibling if it holds a run that is not to be resumed."""
     if run_dir is None:
-        for name, is_given in (("resume", resumes), ("tracking", tracking), ("disk", disk.every)):
-            if is_given:
-                raise unusable(name, "needs a run_dir")
+        if resumes or tracking or disk.every:
+            raise unusable("run_dir", "is missing: resume, tracking and disk need one")
         return Place(IncidentLog(None), rank=world.rank)
     named, locks = Path(run_dir).absolute(), list[DirectoryLock]()
     store = world.on_main(lambda: _tracking(tracking, named))
@@ -99,10 +98,7 @@ def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
     if find_spec("mlflow") is None:
         raise unusable("tracking", "needs the package mlflow: pip install 'resilient-train[app]'")
     uri = None if given is True else given
-    try:
-        locate(uri, run_dir.parent)
-    except ConfigError as error:
-        raise ConfigError("tracking" if uri else error.key, error.value, error.why) from None
+    locate(uri, run_dir.parent)
     experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
     return TrackingConfig("mlflow", uri, experiment, drain_s=_DRAIN_S)
 
@@ -191,7 +187,7 @@ class RunReporter:
 
     # During the run.
 
-    def begin(self, steps: int | None, settings: Mapping[str, Any], *, is_trainers: bool) -> None:
+    def begin(self, steps: int | None, *, is_trainers: bool) -> None:
         """Note that a loop of so many updates begins, if that is known; an end that was written before is void."""
         self.start_lap()
         place, directory = self.place, self.place.directory
@@ -202,11 +198,11 @@ class RunReporter:
             return
         endings.begin(directory, is_finished=False)  # before another rank may have failed again
         with suppress(OSError):  # the disk is full
-            Loop(steps, place.resumes, settings, is_trainers).write(directory)
+            Loop(steps, place.resumes, is_trainers).write(directory)
         if is_new and place.tracking is not None:  # else the tracker is at work, and two would write to one file
             sinks = self.place.incident_log.sinks
             sinks[:] = [one for one in sinks if one is not self.tracker]
-            self.tracker = tracking.build(place.tracking, directory, directory.parent, settings)
+            self.tracker = tracking.build(place.tracking, directory, directory.parent, {"steps": steps})
             sinks.append(self.tracker)
 
     def start_lap(self) -> None:
@@ -236,12 +232,9 @@ class RunReporter:
         values |= {f"knobs/{name}": value for name, value in knobs.items()}
         return values | {"incidents_total": len(self.place.incident_log.incidents)}
 
-    def show(self, values: Mapping[str, float] | None) -> None:
-        """Upload the numbers of the update that was reported last; without any, only time it."""
-        if values is None:
-            self._lap()
-        else:
-            self.place.incident_log.tell(METRICS, tick=self._reported_tick, values=dict(values))
+    def show(self, values: Mapping[str, float]) -> None:
+        """Upload the numbers of the update that was reported last."""
+        self.place.incident_log.tell(METRICS, tick=self._reported_tick, values=dict(values))
 
     def note_evaluation(self, metrics: Mapping[str, float]) -> None:
         self.evaluated = dict(metrics)

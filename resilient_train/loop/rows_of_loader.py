@@ -109,31 +109,23 @@ class _Order(_Like):
 
 
 class _NumberedSamples(LoaderSamples):
-    """It continues at any batch without fetching those before it, but for two.
+    """It continues at any batch without fetching those before it, but for one.
 
-    What an epoch depends on is noted at its first batch: the state of the loader's generator, and Accelerate's count.
+    What an epoch depends on is noted at its first batch: the state of the loader's generator.
     """
 
     def __init__(self, loader: Any, *more: Any, **options: Any) -> None:
         super().__init__(loader, *more, **options)
-        base = getattr(loader, "base_dataloader", loader)
-        samplers = [base, base.batch_sampler]
-        for name in ("batch_sampler", "sampler"):  # of Accelerate's shard, and of torch's
-            samplers += [getattr(samplers[-1], name)] if hasattr(samplers[-1], name) else []
-        found = [getattr(one, "generator", None) for one in samplers]
-        self._generator = next((one for one in found if one is not None), torch.Generator())
-        self._iteration = getattr(loader, "iteration", 0)
+        self._generator = loader.generator or getattr(loader.sampler, "generator", None) or torch.Generator()
         self._continues = False  # in the epoch of the newest mark
-        base.__dict__["batch_sampler"] = _Order(base.batch_sampler, self._prepare)
-        base.__dict__["_iterator"] = None  # persistent workers are not the caller's
+        loader.__dict__["batch_sampler"] = _Order(loader.batch_sampler, self._prepare)
+        loader.__dict__["_iterator"] = None  # persistent workers are not the caller's
 
     def continue_from(self, behind: int, mark: Any) -> None:
         self._marks.append((self.drawn - behind, mark))
         self._continues = behind > 0
-        # The random numbers of the first batch follow those of the order, and Accelerate's loaders are a batch ahead.
-        again = min(behind, 2)
-        self.drawn -= again
-        for _ in range(again):
+        if behind:  # the random numbers of the first batch follow those of the order: fetch the one before it again
+            self.drawn -= 1
             self._next_batch()
 
     def fetch(self) -> list[tuple[Any, Sequence[int]]]:
@@ -142,14 +134,10 @@ class _NumberedSamples(LoaderSamples):
 
     def begun(self) -> Iterator[Any]:
         if not self._continues:
-            self._marks.append((self.drawn - 1, [None, self._iteration]))
-        begins, (_, self._iteration) = self._marks[-1]
+            self._marks.append((self.drawn - 1, [None]))
         self._continues = False
-        passed = self.drawn - 1 - begins
-        loader = skip_first_batches(self.loader, passed) if passed else self.loader
-        loader.iteration = self._iteration
-        self._iteration += 1
-        return iter(loader)
+        passed = self.drawn - 1 - self._marks[-1][0]
+        return iter(skip_first_batches(self.loader, passed) if passed else self.loader)
 
     def _prepare(self) -> None:
         begins, mark = self._marks[-1]
@@ -161,16 +149,9 @@ class _NumberedSamples(LoaderSamples):
 
 def samples_of(loader: Any, least: Callable[[float], float], *more: Any) -> LoaderSamples:
     """Take the batches of the caller's loader, which stays as it is; their rows are numbered if possible."""
-    base = getattr(loader, "base_dataloader", loader)
-    if getattr(type(base), "__iter__", None) is DataLoader.__iter__:  # else it may do anything with its batches
+    if getattr(type(loader), "__iter__", None) is DataLoader.__iter__:  # else it may do anything with its batches
         own = copy.copy(loader)
-        if base is not loader:
-            own.base_dataloader = copy.copy(base)
         if (numbered := number_rows(own)) is not None:
-            (dataset, collate), device = numbered, getattr(loader, "device", None)  # where Accelerate puts the batches
-
-            def made(rows: list[Any]) -> Any:
-                return collate(rows) if device is None else send_to_device(collate(rows), device)
-
-            return _NumberedSamples(own, *more, dataset=dataset, collate=made, least=least)
+            dataset, collate = numbered
+            return _NumberedSamples(own, *more, dataset=dataset, collate=collate, least=least)
     return LoaderSamples(loader, *more, least=least)

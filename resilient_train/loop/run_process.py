@@ -114,16 +114,7 @@ class RunProcess:
         anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, parts.clock.tick, since, evidence, ranks=odd)
         diagnosis = Diagnosis(Cause.PROCESS, fact("ranks_decide"))
         incident = self._incident_log.open(anomaly, diagnosis, Decision((Action("end"),)))
-        parts.ring.distrust(since)
-        snapshot = parts.ring.last_good(since)
-
-        def leave() -> None:
-            self._incident_log.close(incident, Outcome.GAVE_UP)
-            self._keeper.distrust(since)
-            if snapshot is not None:
-                self._keeper.save_alone(snapshot)
-
-        parts.world.on_main(leave)
+        self._incident_log.close(incident, Outcome.GAVE_UP)
         what = f"{say(evidence)} in update {since + 1}: the run ends before weights drift apart"
         onward = "; the same command resumes from the newest verified state" if since else ""
         error = RanksDiffer(what + onward)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from group import alone
 from guarded import REWIND, guard_over, mse
 from kills import die_with_checkpoint
@@ -88,8 +87,6 @@ def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: t
     loader: Any = DataLoader(Rows(bad), 16, True, num_workers=workers, persistent_workers=workers > 0, generator=draws)
     if kind == "drawn":
         loader = batches(DRAWS["torch"])
-    if kind == "prepared":
-        loader = Accelerator(cpu=True).prepare(loader)
     guard = guard_over(loader, run_dir=run_dir, disk=DiskConfig(every=6), resume=True, steps=50)
     seen = []
     for batch in guard.batches():
@@ -104,7 +101,7 @@ def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: t
     return weights_sha256(guard.state), seen, [one.diagnosis.rows for one in guard.incidents]
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("plain", 2), ("generator", 0), ("prepared", 0), ("drawn", 0)])
+@pytest.mark.parametrize(("kind", "workers"), [("plain", 2), ("generator", 0), ("drawn", 0)])
 def test_a_loader_goes_on_where_it_was(kind: str, workers: int, tmp_path: Path) -> None:
     """After a kill in its third epoch, too: the same rows, and the weights of a run that was not killed."""
     weights, seen, _ = over_rows(tmp_path / "unharmed", kind, workers)
@@ -121,8 +118,7 @@ def test_a_loader_with_a_generator_yields_the_batches_of_a_plain_loop(tmp_path: 
     assert seen == expected[:50]
 
 
-@pytest.mark.parametrize("kind", ["plain", "prepared"])
-def test_bad_rows_of_a_loader_are_named_and_come_no_more(kind: str, tmp_path: Path) -> None:
-    _, seen, accused = over_rows(tmp_path, kind, 0, bad=(17, 99))
+def test_bad_rows_of_a_loader_are_named_and_come_no_more(tmp_path: Path) -> None:
+    _, seen, accused = over_rows(tmp_path, "plain", 0, bad=(17, 99))
     assert sorted(accused) == [(17,), (99,)]
     assert sum({17, 99} & {*rows} != set() for rows in seen) == 2

@@ -53,7 +53,8 @@ def two_groups() -> torch.optim.SGD:
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_goes_back_with_the_run(name: str) -> None:
     """Its state brings back the rates that followed; a warm-up comes before its first step."""
-    schedule = ShadowSchedule(two_groups(), SCHEDULERS[name], warmup_steps=4)
+    optimizer = two_groups()
+    schedule = ShadowSchedule(SCHEDULERS[name](optimizer), optimizer, warmup_steps=4)
     warm = [schedule.settings(step)[0]["lr"] for step in range(4)]
     assert warm == pytest.approx([warm[-1] * part for part in (0.25, 0.5, 0.75, 1)])
     schedule.settings(9)
@@ -75,7 +76,7 @@ def test_a_resumed_run_takes_the_rates_that_it_is_given_now() -> None:
         resumed.load_state_dict(left)
         assert resumed.settings(30) == [{"lr": then}]
     optimizer.param_groups[0]["lr"] = 0.1
-    shadow = ShadowSchedule.of(StepLR(optimizer, 10), optimizer)
+    shadow = ShadowSchedule(StepLR(optimizer, 10), optimizer)
     shadow.load_state_dict(ran.state_dict())
     assert shadow.settings(25)[0]["lr"] == pytest.approx(0.001)
 
