@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass, replace
@@ -112,21 +113,26 @@ def world(accelerator: Any) -> World:
     return World(accelerator)
 
 
-def unwrapped(model: nn.Module, world: World, *, replays: bool) -> nn.Module:
+def unwrapped(model: nn.Module, world: World) -> nn.Module:
     """Unwrap a model from what replicates it over processes, but not from torch.compile."""
     if any(type(one).__name__ == "FullyShardedDataParallel" for one in model.modules()):
         raise ValueError(f"model: {_FSDP1}")
     inner = getattr(model, "_orig_mod", model)
     is_replicated = any(isinstance(one, DistributedDataParallel) for one in model.modules())
-    is_replicated |= any(map(is_sharded, model.parameters()))
-    if world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_") and not is_replicated:
+    is_prepared = is_replicated or any(map(is_sharded, model.parameters()))
+    if world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_") and not is_prepared:
         how = "give accelerator.prepare(model) or DistributedDataParallel(model)"
         raise ValueError(f"model: it is not prepared for {world.size} processes, each would train its own: {how}")
     # unwrap_model on a compiled DDP model would also strip DDP from the caller's model.
     bare: nn.Module = world.accelerator.unwrap_model(inner, keep_fp32_wrapper=True)
-    if replays and any(isinstance(one, DistributedDataParallel) for one in bare.modules()):
-        raise ValueError("model: with objective= prepare it as a whole, not its parts one by one")
-    return model if bare is inner else bare
+    if bare is not inner or not is_replicated:
+        return model if bare is inner else bare
+    # Networks that were prepared one by one: their weights have the names that they have in one process.
+    bare = copy.copy(inner)
+    bare._modules = inner._modules.copy()
+    for name, one in inner.named_children():
+        bare._modules[name] = world.accelerator.unwrap_model(getattr(one, "_orig_mod", one), keep_fp32_wrapper=True)
+    return bare
 
 
 def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:

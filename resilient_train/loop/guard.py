@@ -141,7 +141,7 @@ class Guard(EngineGuard):
             # glibc adapts its thresholds to the largest block that was ever freed, up to this size. Else it returns
             # memory after each backward and requests it again: 4 ms of a step of 110 ms.
             torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
-        unwrapped = arguments.unwrapped(model, world, replays=measured is not None)
+        unwrapped = arguments.unwrapped(model, world)
         bare = getattr(unwrapped, "_orig_mod", unwrapped)  # without torch.compile's prefix in the names of weights
         optimizers = arguments.optimizers(optimizer, bare)
         rates = arguments.schedules(schedule, optimizers)
