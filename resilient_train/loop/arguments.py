@@ -241,7 +241,7 @@ def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
     if isinstance(given, Policy):
         return given
     load()  # the remedies of extensions are known then
-    tree = given
+    tree: Any = given
     if not isinstance(given, Mapping):
         path, hint = Path(given), "a custom policy is named by the path of its YAML file"
         tree = load_yaml(path) if path.suffix in (".yaml", ".yml") else option("recovery", str(given), hint)
@@ -270,9 +270,7 @@ def _without_absent(node: Any, absent: set[str]) -> Any:
     return node if _without_absent(name, absent) else None
 
 
-def checks(
-    given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] = (), kinds: Iterable[type[Extension]] = ()
-) -> Any:
+def checks(given: Any, expect: Sequence[int] = (), kinds: Iterable[type[Extension]] = ()) -> Any:
     """Convert the name of a set in the package, or settings over those of the default set; add steps to `expect`."""
     if isinstance(given, str):
         given = option("checks", given)

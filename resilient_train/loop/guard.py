@@ -420,10 +420,8 @@ class Guard(EngineGuard):
 
     def report(self) -> dict[str, float] | None:
         """Return the numbers of the newest update; None if they were reported. All ranks call it, and wait."""
-        knobs = self._controls.knobs
-        factors = {"lr": knobs.rate, "clip": knobs.clip}
         read = partial(self.world.mean_metrics, mean_metrics(self.reported))
-        return self.reporter.report(self.newest, read, self.samples.slicing.samples, factors)
+        return self.reporter.report(self.newest, read, self.samples.slicing.samples)
 
     @property
     def saving_since(self) -> float | None:

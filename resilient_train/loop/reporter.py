@@ -219,7 +219,7 @@ class RunReporter:
         return self._step_seconds[-1]
 
     def report(
-        self, newest: Vitals | None, read: Callable[[], dict[str, float]], samples: int, knobs: Mapping[str, float]
+        self, newest: Vitals | None, read: Callable[[], dict[str, float]], samples: int
     ) -> dict[str, float] | None:
         """Return the numbers of the newest update, of `samples` samples; None if they were reported already."""
         if newest is None or newest.tick == self._reported_tick:
@@ -229,7 +229,6 @@ class RunReporter:
         values |= {f"train/{name}": value for name, value in read().items()}
         if seconds := self._lap():
             values |= {"step_ms": 1e3 * seconds, "samples_per_second": samples / seconds}
-        values |= {f"knobs/{name}": value for name, value in knobs.items()}
         return values | {"incidents_total": len(self.place.incident_log.incidents)}
 
     def show(self, values: Mapping[str, float]) -> None:

@@ -55,7 +55,7 @@ _MOST_METRICS, _MOST_OTHERS = 1000, 100
 _TAG_LENGTH, _PARAM_LENGTH, _NAME_LENGTH = 8000, 6000, 250
 # MLflow's page sorts the sections of charts by name, and shows metrics without a section last. With these names the
 # curves of the training come first.
-_SECTIONS = {"eval": "validation", "knobs": "treatment"}
+_SECTIONS = {"eval": "validation"}
 
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
 
