@@ -24,7 +24,7 @@ from detection_rivals import ALARM, REFUSED, Arc, Detector, MeanSigma, MedianMad
 from panels import Panel
 
 from resilient_train.ground.types import Vitals
-from resilient_train.loop.arguments import named
+from resilient_train.loop.arguments import checks as named
 
 SCANS_SEE = ("w1e", "lay", "v", "mx")  # faults of weights and moments, which the scans look for besides
 BY_CONSTRUCTION = "stuck"  # a batch that repeats: our stream cannot

@@ -7,7 +7,8 @@ from typing import Any
 from resilient_train.extensions import load
 from resilient_train.extensions.on_purpose import Experiment
 from resilient_train.extensions.trials.arithmetic import NoProgress
-from resilient_train.loop.arguments import all_checks, named
+from resilient_train.loop.arguments import all_checks
+from resilient_train.loop.arguments import checks as named
 
 
 class Panel:

@@ -135,7 +135,6 @@ def assemble(
         memory=config.checkpoint.memory,
         verify_after=config.checkpoint.verify_after,
         seed=seed,
-        data_changed=config.run.data_changed,
         disk=config.checkpoint.disk,
         extensions=extensions,
         home=home,
@@ -222,7 +221,7 @@ def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Schedule:
     is_torchs = inspect.isclass(target) and issubclass(target, LRScheduler)
     try:
         if is_torchs or parameters[:1] == ["optimizer"]:
-            return ShadowSchedule(optimizer, factory, warmup_steps)
+            return ShadowSchedule(factory(optimizer), optimizer, warmup_steps)
         schedule = CurveSchedule([group["lr"] for group in optimizer.param_groups], factory, warmup_steps)
         schedule.settings(0)
         return schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from resilient_train.core.randomness import Purpose, mix, preserved, seed_host
 from resilient_train.data.stream import Key, Stream
 from resilient_train.data.trees import rebuilt, sha256
 from resilient_train.ground.errors import StorageFailed, in_one_line
-from resilient_train.ground.wording import counted, log
+from resilient_train.ground.wording import log
 
 PAUSES_S = (0.1, 0.3, 1.0, 2.0, 4.0)  # before each retry of an update, not of each of its rows
 # A retry would fail the same way.
@@ -190,13 +190,11 @@ def _next_numbers() -> tuple[float, float, float]:
 _PLAIN_TYPES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
-def fingerprint(dataset: Any, rows: Iterable[int] | None = None) -> dict[str, Any]:
-    """Return a map-style data set's class, number of rows, and the digest of the first of `rows`, which the run has
-    fetched: others might end the process. None if it raises, or differs when it is fetched again.
+def fingerprint(dataset: Any) -> dict[str, Any]:
+    """Return a map-style data set's class, number of rows, and the digest of the first: None if it raises, or differs
+    when it is fetched again.
     """
-    row = min(range(len(dataset)) if rows is None else rows, default=None)
-    digests = {} if row is None else {str(row): _digest_of(dataset, row)}
-    return {"dataset": type(dataset).__name__, "rows": len(dataset), "digests": digests}
+    return {"dataset": type(dataset).__name__, "rows": len(dataset), "digests": {"0": _digest_of(dataset, 0)}}
 
 
 def _digest_of(dataset: Any, row: int) -> str | None:
@@ -209,17 +207,6 @@ def _digest_of(dataset: Any, row: int) -> str | None:
             except Exception:
                 return None
     return seen.pop() if len(seen) == 1 else None
-
-
-def change(known: Mapping[str, Any], dataset: Any) -> str:
-    """Say how a data set differs from an earlier fingerprint of it; empty if it does not."""
-    if len(dataset) != known["rows"]:
-        return f"it has {counted(len(dataset), 'row')}, and had {known['rows']:,}"
-    for row, was in known["digests"].items():
-        now = _digest_of(dataset, int(row))
-        if was and now and now != was:
-            return f"row {row} is not what it was"
-    return ""
 
 
 def _lasting(leaf: Any) -> Any:

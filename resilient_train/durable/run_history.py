@@ -31,7 +31,7 @@ class RunHistory:
         self.effects: dict[str, Any] = {}  # of remedies, as they were noted last
         self.has_saved = False  # a checkpoint was ever committed
         self.sources: set[str] = set()  # paths that the user told the run to resume from
-        self.data_sample: Mapping[str, Any] | None = None  # rows of the data set, to notice that it changed
+        self.data_rows: int | None = None  # of the data set when the run began
         self._endings: list[tuple[int, int]] = []  # the samples in use when a process ended
         for entry in entries:
             with suppress(ValueError):  # about an incident of another version
@@ -63,7 +63,7 @@ class RunHistory:
             case "process_ended":
                 self._endings.append((entry["start"], entry["stop"]))
             case "data_seen":
-                self.data_sample = entry["sample"]
+                self.data_rows = entry["rows"]
             case "taken_up_from":
                 self.sources.add(entry["source"])
 

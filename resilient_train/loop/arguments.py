@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, field, fields, make_dataclass, replace
-from inspect import isfunction, isgeneratorfunction
+from dataclasses import field, fields, make_dataclass, replace
+from inspect import isgeneratorfunction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -19,37 +18,27 @@ from accelerate.utils import DistributedType, patch_environment
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, default_collate
-from yaml import YAMLError
 
 from resilient_train.core.checks import Check, Checks, ChecksConfig
-from resilient_train.core.loss import Level, PlainState
+from resilient_train.core.loss import Level
 from resilient_train.core.policy import Policy, parse
 from resilient_train.core.remedies import KNOWN
 from resilient_train.core.tree import is_sharded
 from resilient_train.core.updater import Schedule
 from resilient_train.data import build
 from resilient_train.data.history import BestLevel
-from resilient_train.data.rows import Collate, change
+from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.durable.incident_log import IncidentLog
 from resilient_train.extensions import Extension, load
-from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, named_type, unusable
+from resilient_train.ground.errors import ConfigError, in_one_line, named_type, unusable
 from resilient_train.ground.files import conf, load_yaml
-from resilient_train.ground.reader import (
-    ClipConfig,
-    DiskConfig,
-    MemoryConfig,
-    checked,
-    merged,
-    option,
-    read,
-)
-from resilient_train.ground.wording import log
+from resilient_train.ground.reader import ClipConfig, DiskConfig, checked, merged, option, read
+from resilient_train.ground.wording import counted, log
 from resilient_train.loop import rows_of_loader
-from resilient_train.loop.schedule import Curve, CurveSchedule, LoopSchedule, ShadowSchedule
-from resilient_train.parts.run import Measured
+from resilient_train.loop.schedule import CurveSchedule, LoopSchedule, ShadowSchedule
 from resilient_train.processes.world import World
 
 _FSDP1 = (
@@ -63,34 +52,18 @@ TRAINERS = (
     "a Hugging Face Trainer is guarded by resilient_train.hf.guard(trainer), Lightning's by "
     "callbacks=[resilient_train.lightning.Guarded()]"
 )
-_WRAPPERS = {"torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1, "deepspeed.": _ENGINES["DEEPSPEED"]}
 
-_CLASSES: dict[str, Any] = {
-    "checks": ChecksConfig | Mapping | str,
-    "memory": MemoryConfig | None,
-    "scaler": torch.amp.GradScaler | None,
-}
 _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "accumulate": (int, {"at_least": 1}),
     "batch_size": (int | None, {"at_least": 1}),
     "clip": (float | None, {"above": 0}),
-    "data_changed": (Literal["refuse", "accept"], {}),
-    "disk": (int | None, {"at_least": 0}),
-    "expect": (Sequence[int], {"at_least": 1}),
     "steps": (int | None, {"at_least": 0}),
-    "tracking": (str | bool | None, {}),
-    **{name: (int, {"at_least": 0}) for name in ("num_workers", "seed", "verify_after")},
 }
 
 
 def check_settings(**given: Any) -> None:
-    """Raise if a setting has a wrong type or is out of its limits; `given` has them by the names of the arguments."""
+    """Raise if a number is of a wrong type or out of its limits; `given` has them by the names of the arguments."""
     for name, value in given.items():
-        if name in _CLASSES and not isinstance(value, _CLASSES[name]):
-            raise TypeError(f"{name}: expected {_CLASSES[name]}, got {named_type(value)}")
-        if isinstance(value, ClipConfig | DiskConfig | MemoryConfig | ChecksConfig):
-            read(type(value), asdict(value), name)
-        elif name in _KINDS:
+        if name in _KINDS and not isinstance(value, ClipConfig):
             kind, limits = _KINDS[name]
             checked(name, value, kind, {**limits, "as_is": True})
 
@@ -144,26 +117,21 @@ def world(accelerator: Any) -> World:
 
 def unwrapped(model: nn.Module, world: World) -> nn.Module:
     """Unwrap a model from what replicates it over processes, but not from torch.compile."""
-    for kind in {base for one in model.modules() for base in type(one).__mro__}:
-        for package, why in _WRAPPERS.items():
-            if kind.__module__.startswith(package):
-                raise ValueError(f"model: {why}")
+    if any(type(one).__name__ == "FullyShardedDataParallel" for one in model.modules()):
+        raise ValueError(f"model: {_FSDP1}")
     inner = getattr(model, "_orig_mod", model)
-    parts = [getattr(one, "_orig_mod", one) for one in (inner, *inner.children())]
-    replicated = [one for one in parts if isinstance(one, DistributedDataParallel)]
+    replicated = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
     synchronized = {id(weight) for one in replicated for weight in one.parameters()}
-    is_replicated = any(map(is_sharded, model.parameters())) or (
-        bool(synchronized) and all(id(one) in synchronized for one in model.parameters() if one.requires_grad)
+    is_prepared = any(map(is_sharded, model.parameters())) or all(
+        id(one) in synchronized for one in model.parameters() if one.requires_grad
     )
-    if world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_") and not is_replicated:
+    if world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_") and not is_prepared:
         how = "give accelerator.prepare(model) or DistributedDataParallel(model)"
         raise ValueError(f"model: it is not prepared for {world.size} processes, each would train its own: {how}")
     # unwrap_model on a compiled DDP model would also strip DDP from the caller's model.
     bare: nn.Module = world.accelerator.unwrap_model(inner, keep_fp32_wrapper=True)
-    if bare is not inner:
-        return bare
-    if not synchronized:
-        return model
+    if bare is not inner or not replicated:
+        return model if bare is inner else bare
     # Networks that were prepared one by one: their weights have the names that they have in one process.
     bare = copy.copy(inner)
     bare._modules = inner._modules.copy()
@@ -172,48 +140,20 @@ def unwrapped(model: nn.Module, world: World) -> nn.Module:
     return bare
 
 
-def own_weights(model: nn.Module) -> frozenset[str] | None:
-    """Return the weights that DDP does not synchronize; None for a model that is not replicated."""
-    inner = getattr(model, "_orig_mod", model)
-    return frozenset(inner.parameters_to_ignore) if isinstance(inner, DistributedDataParallel) else None
-
-
-def objective(given: Any) -> Measured | None:
-    if given is None or isinstance(given, Measured):
-        return given
-    if not callable(given):
-        raise TypeError(f"objective: expected a callable (model, batch) -> loss, got {named_type(given)}")
-    return Measured(given, getattr(given, "__qualname__", type(given).__name__), key="objective")
-
-
 def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
     """Unwrap one optimizer or several from Accelerate's wrappers, which would silently bypass the gate."""
     several = list(given) if isinstance(given, list | tuple) else [given]
-    if not several:
-        raise ValueError("optimizer: the list is empty")
     unwrapped = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in several]
     known = {id(weight) for weight in model.parameters()}
     for one in unwrapped:
         name = type(one).__name__
-        if not isinstance(one, Optimizer):
-            expected = "expected a torch.optim.Optimizer or a list of them"
+        if not isinstance(one, Optimizer) or isinstance(one, LBFGS):  # which computes the loss again, past any gate
+            expected = "expected a torch.optim.Optimizer but LBFGS, or a list of them"
             raise TypeError(f"optimizer: {expected}, got {named_type(one)}; {TRAINERS}")
-        if isinstance(one, LBFGS):
-            why = "its step computes the loss again, several times an update, which no gate can refuse"
-            raise TypeError(f"optimizer: {name} is not supported: {why}")
         if unknown := sum(id(weight) not in known for group in one.param_groups for weight in group["params"]):
             what = f"{unknown} of the weights that {name} trains are not the model's, so they would not rewind"
             raise ValueError(f"optimizer: {what}: put all trained modules into one nn.Module, and give it as the model")
     return unwrapped
-
-
-def settings(optimizer: Optimizer, **more: Any) -> dict[str, Any]:
-    """Return the plain ones of a loop's settings, which a person compares loops by."""
-    group = optimizer.param_groups[0]
-    rate = group.get("initial_lr", group["lr"])
-    every = {"optimizer": type(optimizer).__name__, "lr": None if rate is None else float(rate), **more}
-    every |= {name: str(one) for name, one in every.items() if isinstance(one, Path)}
-    return {name: one for name, one in every.items() if isinstance(one, str | int | float)}
 
 
 def batch_size(given: int | None, data: Any, world: World) -> int:
@@ -241,11 +181,8 @@ def samples(
 ) -> Samples:
     if hasattr(given, "next_update"):
         return given  # type: ignore[no-any-return]
-    is_iterable = isinstance(given, Iterable) or isgeneratorfunction(given) or not is_loader(given)
-    is_function = not is_iterable and callable(given) and not isinstance(given, type)
-    if not (is_iterable or is_function) or isinstance(given, str | bytes):
-        raise TypeError(f"data: expected a data set, a loader or a function, got {named_type(given)}")
-    if is_function or is_loader(given):
+    if is_loader(given):
+        is_function = callable(given) and not isinstance(given, Iterable) and not isgeneratorfunction(given)
         loader = functools.partial(_drawn, given) if is_function else given
         return rows_of_loader.samples_of(loader, world.least, slicing, seed, world.device)
     more: Any = {"seed": seed, "shuffle": shuffle, "num_workers": num_workers, "collate": collate or default_collate}
@@ -254,28 +191,19 @@ def samples(
 
 def _drawn(function: Callable[[], Any]) -> Iterator[Any]:
     while True:
-        batch = function()
-        if isinstance(batch, Iterator):
-            raise unusable("data", "the function gives an iterator: call it (data=batches()), or return one batch")
-        yield batch
+        yield function()
 
 
 def steps_per_epoch(samples: Samples) -> int:
-    counted: Any = getattr(samples, "loader", getattr(samples, "dataset", ()))
-    try:
-        count = len(counted) if samples.counts_batches else samples.rows or len(counted)
-    except TypeError:
-        why = "this data has no len(), so the length of an epoch is unknown: use guard.batches(n)"
-        raise TrainError(f"epochs: {why}") from None
-    slicing = samples.slicing
-    return -(-count // (slicing.accumulation if samples.counts_batches else slicing.samples)) or 1
+    slicing, loader = samples.slicing, getattr(samples, "loader", ())
+    if samples.counts_batches:
+        return -(-len(loader) // slicing.accumulation) or 1
+    return -(-(samples.rows or len(loader)) // slicing.samples) or 1
 
 
 def schedules(given: Any, optimizers: list[Optimizer]) -> list[Schedule]:
     """`given` is one for all or a list: None, a function `step -> factor`, or a torch scheduler."""
     several = list(given) if isinstance(given, list | tuple) else [given] * len(optimizers)
-    if len(several) != len(optimizers):
-        raise ValueError(f"schedule: {len(several)} schedules for {len(optimizers)} optimizers")
     return [_schedule(one, optimizer) for one, optimizer in zip(several, optimizers, strict=True)]
 
 
@@ -285,27 +213,16 @@ def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
         is_alone = given.split_batches or not given.step_with_optimizer
         given, stride = given.scheduler, 1 if is_alone else int(PartialState().num_processes)
     if isinstance(given, LRScheduler):
-        if isinstance(given, ReduceLROnPlateau):
-            why = "ReduceLROnPlateau follows a metric: leave it out, step it in the loop, and let guard.keep rewind it"
-            raise unusable("schedule", why)
         its_own = getattr(given, "optimizer", None)
         if getattr(its_own, "optimizer", its_own) is not optimizer:  # Accelerate wraps it
             several = "give a list with a schedule for each optimizer, in their order, None for a constant rate"
             raise ValueError(f"schedule: this {type(given).__name__} was made for another optimizer; {several}")
-        return ShadowSchedule.of(given, optimizer, stride)
+        return ShadowSchedule(given, optimizer, stride=stride)
     if isinstance(given, Schedule):
         return given
     if given is None:
         return LoopSchedule(optimizer)
-    curve: Curve = given
-    try:
-        first = curve(0)
-    except TypeError:
-        first = math.nan
-    if not (isinstance(first, int | float) and math.isfinite(first)):
-        expected = "expected a torch scheduler or a callable (step) -> factor of the configured rate"
-        raise TypeError(f"schedule: {expected}, got {given!r:.80}")
-    return CurveSchedule([group["lr"] for group in optimizer.param_groups], curve, 0)
+    return CurveSchedule([group["lr"] for group in optimizer.param_groups], given, 0)
 
 
 def disk(given: DiskConfig | int | None, *, resumes: bool) -> DiskConfig:
@@ -315,31 +232,28 @@ def disk(given: DiskConfig | int | None, *, resumes: bool) -> DiskConfig:
     return given if isinstance(given, DiskConfig) else DiskConfig(every=given or 0)
 
 
-def check_data(data_changed: str, samples: Samples, incident_log: IncidentLog, world: World, is_own_loop: bool) -> None:
-    """Raise ConfigError if the data set has changed since the run began."""
-    key = "data_changed" if is_own_loop else "run.data_changed"
-    if not samples.rows:
-        return
-    dataset = samples.dataset  # type: ignore[attr-defined]
+def check_data(samples: Samples, incident_log: IncidentLog, world: World) -> None:
+    """Raise ConfigError if the data set has another number of rows than when the run began."""
 
-    def read() -> str:
-        how = change(incident_log.data_sample, dataset) if incident_log.data_sample is not None else ""
-        if how and incident_log.has_saved and data_changed == "refuse":
-            choice = f"give the run its own data, or begin another run; {key}=accept resumes with the data as it is"
-            raise unusable("data", f"the data set changed since the run began: {how}: {choice}")
-        return how
+    def compare() -> None:
+        known = incident_log.data_rows
+        if incident_log.has_saved and known not in (None, samples.rows):
+            counts = f"it has {counted(samples.rows, 'row')}, and had {known:,}"
+            why = "give the run its own data, or begin another run"
+            raise unusable("data", f"the data set changed since the run began: {counts}: {why}")
 
-    how = world.on_main(read)  # which raises an error of rank 0 on all ranks
-    if how:
-        log.warning("data: the data set changed since the run began, and is used as it is: %s", how)
-        incident_log.data_sample = None  # it is sampled again
+    if samples.rows:
+        world.on_main(compare)  # which raises an error of rank 0 on all ranks
 
 
 def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
     if isinstance(given, Policy):
         return given
     load()  # the remedies of extensions are known then
-    tree = given if isinstance(given, Mapping) else _policy_named(str(given))
+    tree: Any = given
+    if not isinstance(given, Mapping):
+        path, hint = Path(given), "a custom policy is named by the path of its YAML file"
+        tree = load_yaml(path) if path.suffix in (".yaml", ".yml") else option("recovery", str(given), hint)
     try:
         return parse(tree)
     except ConfigError:  # a policy of the package may name what is not installed here
@@ -365,26 +279,13 @@ def _without_absent(node: Any, absent: set[str]) -> Any:
     return node if _without_absent(name, absent) else None
 
 
-def _policy_named(name: str) -> Any:
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        return option("recovery", name, "a custom policy is named by the path of its YAML file")
-    try:
-        return load_yaml(path)
-    except OSError as error:
-        raise ConfigError("recovery", name, f"cannot be read: {error.strerror}") from error
-    except (YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError("recovery", name, f"is not YAML: {' '.join(str(error).split())}") from error
-
-
-def checks(
-    given: ChecksConfig | Mapping[str, Any] | str, expect: Sequence[int] = (), kinds: Iterable[type[Extension]] = ()
-) -> Any:
+def checks(given: Any, expect: Sequence[int] = (), kinds: Iterable[type[Extension]] = ()) -> Any:
     """Convert the name of a set in the package, or settings over those of the default set; add steps to `expect`."""
+    if isinstance(given, str):
+        given = option("checks", given)
     if isinstance(given, Mapping):
         given = read_checks(merged(option("checks", "default"), given), kinds=kinds)
-    config: Any = named(given, kinds) if isinstance(given, str) else given
-    return replace(config, expect=[*config.expect, *expect])
+    return replace(given, expect=[*given.expect, *expect])
 
 
 def backward(accelerator: Any) -> Callable[[torch.Tensor], None]:
@@ -402,13 +303,11 @@ def backward(accelerator: Any) -> Callable[[torch.Tensor], None]:
 
 def checks_config(kinds: Iterable[type[Extension]] = ()) -> type[ChecksConfig]:
     """Return the dataclass of `checks`: what the core has, and what extensions add, also `kinds` of one guard."""
-    further: list[Any] = []
-    for kind in dict.fromkeys([*load(), *kinds]):
-        for name, settings in kind.settings.items():
-            has_defaults = all(
-                one.default is not MISSING or one.default_factory is not MISSING for one in fields(settings)
-            )
-            further.append((name, settings, *([field(default_factory=settings)] if has_defaults else [])))
+    further = [
+        (name, settings, field(default_factory=settings))
+        for kind in dict.fromkeys([*load(), *kinds])
+        for name, settings in kind.settings.items()
+    ]
     return make_dataclass("ChecksConfig", further, bases=(ChecksConfig,), kw_only=True)
 
 
@@ -425,35 +324,31 @@ def read_checks(tree: Any, key: str = "checks", kinds: Iterable[type[Extension]]
 _OF_THE_CORE = ("level", "grad_limit", "jump", "episode", "refusals")
 
 
-class Shielded(Check):
+class Shielded:
     """A check of another package: an error in it turns it off, as it is no reason to end a run."""
 
     def __init__(self, check: Check) -> None:
         self._check = self._own = check
-        self.persistent = check.persistent  # type: ignore[misc]
 
-
-def _shielded(name: str) -> Callable[..., Any]:
-    def asked(self: Any, *given: Any, **named: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
         check = self._own if name in ("state_dict", "persistent_state") else self._check  # a later process may mend it
-        try:
-            return getattr(check, name)(*given, **named)
-        except Exception as error:  # on all ranks: they ask it with the same numbers
-            log.error("the check %s failed, and is off from here: %s", type(self._check).__name__, in_one_line(error))
-            self._check = Check()  # which says nothing
-            return getattr(self._check, name)(*given, **named)
+        found = getattr(check, name)
 
-    return asked
+        def asked(*given: Any, **named: Any) -> Any:
+            try:
+                return found(*given, **named)
+            except Exception as error:  # on all ranks: they ask it with the same numbers
+                log.error("the check %s failed, and is off from here: %s", type(check).__name__, in_one_line(error))
+                self._check = Check()  # which says nothing
+                return getattr(self._check, name)(*given, **named)
 
-
-for _name in [name for kind in (Check, PlainState) for name in vars(kind) if isfunction(getattr(kind, name))]:
-    setattr(Shielded, _name, _shielded(_name))
+        return asked if callable(found) else found
 
 
 def all_checks(config: Any, extensions: Sequence[Extension]) -> tuple[Checks, BestLevel]:
     """Make the checks of a run. The best level is asked by others, too."""
     best, level = BestLevel(config.jump), Level(config.jump)
-    further: dict[str, Check] = {"best": best}
+    further: dict[str, Any] = {"best": best}
     for one in extensions:
         for name, check in one.checks(config).items():
             if name in (*further, *_OF_THE_CORE):
@@ -461,7 +356,3 @@ def all_checks(config: Any, extensions: Sequence[Extension]) -> tuple[Checks, Be
             is_ours = type(check).__module__.startswith("resilient_train.")
             further[name] = check if is_ours else Shielded(check)
     return Checks(config, level, **further), best
-
-
-def named(name: str, kinds: Iterable[type[Extension]] = ()) -> Any:
-    return read_checks(option("checks", name), kinds=kinds)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -24,8 +23,7 @@ from resilient_train.core.randomness import Seeds
 from resilient_train.core.recovery import Recovery
 from resilient_train.core.ring import Ring
 from resilient_train.core.state import Clock, RunState
-from resilient_train.core.transaction import Transaction, Update
-from resilient_train.core.update import HOW, EngineGuard
+from resilient_train.core.update import EngineGuard
 from resilient_train.core.updater import Updater
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
@@ -36,7 +34,7 @@ from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.progress import Doing
 from resilient_train.durable.resume import Resume
 from resilient_train.extensions import Extension, load, make_known
-from resilient_train.ground.errors import RanksDiffer, Stopped, TrainError, in_one_line, named_type, own_error
+from resilient_train.ground.errors import RanksDiffer, Stopped, TrainError, in_one_line, own_error
 from resilient_train.ground.reader import ClipConfig, DiskConfig, MemoryConfig
 from resilient_train.ground.types import Incident, Signal, UpdateResult
 from resilient_train.ground.wording import counted, log, say
@@ -44,20 +42,19 @@ from resilient_train.loop import arguments
 from resilient_train.loop.arguments import all_checks
 from resilient_train.loop.hooks import (
     DirectStepCheck,
-    HealthyUpdates,
     NotePlace,
     RecordedStates,
     TrainersClipper,
     skipped_samples,
+    snapshots_in_words,
 )
 from resilient_train.loop.reporter import REPORT_EVERY, Place, RunReporter, holders, log_to_stderr, place
 from resilient_train.loop.run_process import RunProcess
 from resilient_train.parts.modes import Attributes, BufferWatch, without_nan_check
-from resilient_train.parts.run import Computation, Objective, Run, mean_metrics
+from resilient_train.parts.run import Computation, Measured, Objective, Run, mean_metrics
 from resilient_train.processes.world import World, reshard
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
-_TWO_GUARDS = f"two guards are at work in turn, which would not rewind together: give one of them all networks; {HOW}"
 _RECOVERED_AFTER = 50  # accepted updates at least, until an incident counts as recovered
 _FROM_THE_START = (
     "make or load the same model on every rank before it is prepared, and change no weights after that; "
@@ -78,8 +75,6 @@ class Epoch:
 
 class Guard(EngineGuard):
     """Gate, checks, rewinds, remedies and journal around a training loop."""
-
-    _newest_of_all: ClassVar[int] = 0  # id of the guard of this process that began an update last
 
     world: World
     samples: Samples
@@ -109,7 +104,6 @@ class Guard(EngineGuard):
         shuffle: bool = True,
         num_workers: int = 0,
         collate: Collate | None = None,
-        data_changed: str = "refuse",
         disk: DiskConfig | int | None = None,
         drill: Extension | None = None,
         extensions: Sequence[Extension] = (),
@@ -126,10 +120,9 @@ class Guard(EngineGuard):
         `steps` is the planned total: a run is complete after so many accepted updates, over all its processes.
         `objective` is `(model, batch) -> loss`; without one the loop computes the loss and passes it to `update`.
         `expect` are steps at which the loss, the model or the data changes on purpose: there is no alarm around them.
-        `data_changed` is "refuse" or "accept": whether to resume if the data set changed. `disk` is the number of
-        updates between two checkpoints in the run directory; with `resume` a run resumes from the newest one there.
-        `stop` is called before every update. `tracking` is the address of the MLflow that shows the run, or True for
-        the one that MLFLOW_TRACKING_URI names, else for a database next to the run directory.
+        `disk` is the number of updates between two checkpoints in the run directory; with `resume` a run resumes from
+        the newest one there. `stop` is called before every update. `tracking` is the address of the MLflow that shows
+        the run, or True for the one that MLFLOW_TRACKING_URI names, else for a database next to the run directory.
 
         `home` is of a caller that reports the end itself; `beat` is called when something slow advances.
         """
@@ -139,7 +132,9 @@ class Guard(EngineGuard):
         is_own_loop = home is None  # False: the command's, which reports its end itself
         if is_own_loop:
             log_to_stderr(world)
-        measured, self.steps, device, scaler = arguments.objective(objective), steps, world.device, accelerator.scaler
+        self.steps, device, scaler = steps, world.device, accelerator.scaler
+        name = getattr(objective, "__qualname__", type(objective).__name__)
+        measured = objective if isinstance(objective, Measured | None) else Measured(objective, name, key="objective")
         batch_size = arguments.batch_size(batch_size, data, world)
         slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, world.rank, world.size)
         if device.type == "cpu":
@@ -152,13 +147,9 @@ class Guard(EngineGuard):
         rates = arguments.schedules(schedule, optimizers)
         samples = arguments.samples(data, slicing, world, seed, shuffle, num_workers, collate)
         seeds = RecordedStates(device) if samples.is_fed else Seeds(seed, world.rank, device)
-        more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
-        self._settings = arguments.settings(optimizers[0], **more)
         disk = arguments.disk(disk, resumes=run_dir is not None and resume is True and not samples.is_fed)
         given = [*extensions, *([] if drill is None else [drill])]
         for one in given:
-            if not isinstance(one, Extension):
-                raise TypeError(f"drill, extensions: expected an Extension, got {named_type(one)}")
             make_known(type(one))
         config = arguments.checks(checks, expect, [type(one) for one in given])
         policy = arguments.policy(recovery)
@@ -185,7 +176,7 @@ class Guard(EngineGuard):
         try:
             buffers = BufferWatch(bare)
             backend = Computation(model, unwrapped, measured, arguments.backward(accelerator), attributes)
-            arguments.check_data(data_changed, samples, incidents, world, is_own_loop)
+            arguments.check_data(samples, incidents, world)
             run = Run(
                 world=world,
                 clock=clock,
@@ -199,7 +190,6 @@ class Guard(EngineGuard):
                 policy=policy,
                 settings=config,
                 best=best,
-                own_weights=arguments.own_weights(model) if world.size > 1 else None,
                 backend=backend,
                 marks=marks,
                 seeds=seeds,
@@ -219,7 +209,7 @@ class Guard(EngineGuard):
             run.effects.append(skipped_samples(samples))
             for one in several:
                 one.build(run)
-            run.hooks += [HealthyUpdates(run, keeper)] + [attributes] * (measured is not None)
+            run.hooks += [attributes] * (measured is not None)
             controls = run.controls = Controls(run, keeper, incidents)
             self.reporter = RunReporter(clock, run.updates, best, run.checks, home, keeper.progress)
             self.process = RunProcess(run, self.reporter.fail)
@@ -231,8 +221,7 @@ class Guard(EngineGuard):
             )
             self._direct_steps = direct_steps
             self._keeper = keeper
-            is_shown = is_own_loop and (home.tracking is not None or bool(run.sinks))
-            self._is_shown = world.least(-float(is_shown)) < 0  # on any rank: all average its numbers
+            self._shows = is_own_loop and home.directory is not None  # on all ranks, which average its numbers
             if world.is_main:
                 incidents.sinks += run.sinks
             super().__init__(
@@ -253,14 +242,14 @@ class Guard(EngineGuard):
                 home.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
             raise
         if home.directory is not None:
-            holders[home.directory] = self.reporter, weakref.ref(self)
+            holders[home.directory] = self.reporter
 
     def keep(self, **items: Stateful) -> None:
         """Let objects with state_dict and load_state_dict rewind with the run, such as an average of the weights."""
         for name, item in items.items():
-            if lacks := [verb for verb in ("state_dict", "load_state_dict") if not callable(getattr(item, verb, None))]:
-                missing = " and no ".join(lacks)
-                raise TypeError(f"keep({name}=...): a {type(item).__name__} has no {missing}, so it cannot rewind")
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+                what = f"a {type(item).__name__} has no state_dict and load_state_dict"
+                raise TypeError(f"keep({name}=...): {what}, so it cannot rewind")
             if self._has_begun:
                 raise TrainError(f"keep({name}=...): the run has begun, and its first state lacks this: call it before")
             for one in item.modules() if isinstance(item, nn.Module) else ():
@@ -390,16 +379,6 @@ class Guard(EngineGuard):
         """The median of the last 50 accepted losses."""
         return self._parts.updates.recent_loss
 
-    def _begin(self, update: Update) -> Transaction:
-        Guard._newest_of_all = id(self)
-        return super()._begin(update)
-
-    def _require_batch(self, verb: str) -> Transaction:
-        begun = super()._require_batch(verb)
-        if Guard._newest_of_all != id(self):
-            raise TrainError(_TWO_GUARDS)
-        return begun
-
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Let those who know about exceptions see one that leaves the guard."""
@@ -412,27 +391,16 @@ class Guard(EngineGuard):
 
     # For a trainer.
 
-    def take_norm(self, norm: torch.Tensor | None, *, may_change: bool = False) -> None:
-        """Take the norm of the gradients at hand, if the trainer has measured it before it clipped them. `may_change`:
-        its callbacks may change the gradients after that.
-        """
-        clipper = self._updater.clipper
-        assert isinstance(clipper, TrainersClipper)
-        clipper.norm, clipper.may_change = norm, may_change
+    def take_norm(self, norm: torch.Tensor | None) -> None:
+        """Take the norm of the gradients at hand, if the trainer has measured it before it clipped them."""
+        assert isinstance(self._updater.clipper, TrainersClipper)
+        self._updater.clipper.norm = norm
 
-    def leave_out(self, *, keeps_buffers: bool = False) -> None:
-        """Give up the update at hand. Buffers may stay if they are finite, for which the host waits for the device."""
-        now = self._marks.take()
+    def leave_out(self) -> None:
+        """Give up the update at hand."""
         self._put_back_batch()
-        if keeps_buffers and all(bool(one.isfinite().all()) for one in now.copies[: len(now.live)]):
-            self._marks.put_back(now)
 
     # For the command.
-
-    @property
-    def is_looping(self) -> bool:
-        """Whether a loop may be iterating over this; with several processes each would have to know."""
-        return self._direct_steps.running is not None or self.world.size > 1
 
     def stop_now(self) -> None:
         self.stopped = True
@@ -450,10 +418,8 @@ class Guard(EngineGuard):
 
     def report(self) -> dict[str, float] | None:
         """Return the numbers of the newest update; None if they were reported. All ranks call it, and wait."""
-        knobs = self._controls.knobs
-        factors = {"lr": knobs.rate, "clip": knobs.clip}
         read = partial(self.world.mean_metrics, mean_metrics(self.reported))
-        return self.reporter.report(self.newest, read, self.samples.slicing.samples, factors)
+        return self.reporter.report(self.newest, read, self.samples.slicing.samples)
 
     @property
     def saving_since(self) -> float | None:
@@ -468,8 +434,7 @@ class Guard(EngineGuard):
         self._left = None
         if planned is None and last < sys.maxsize:
             planned = last if self.steps is None else self.steps
-        settings = self._settings if planned is None else {"steps": planned, **self._settings}
-        self.reporter.begin(planned, settings)
+        self.reporter.begin(planned)
         if self.attempted_step >= last and not self.stopped:
             what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
             log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)
@@ -525,6 +490,12 @@ class Guard(EngineGuard):
         return left
 
     def _on_accepted(self) -> None:
-        home = self.reporter.place
-        if (home.directory is not None or self._is_shown) and self.clock.step % REPORT_EVERY == 0:
-            self.reporter.show(self.report() if self._is_shown else None)
+        run, home = self._parts, self.reporter.place
+        run.ring.best_step = run.best.step  # whose state is kept
+        if self.clock.step == 1:  # optimizers have their moments now
+            self._keeper.check()
+            log.info("%s", snapshots_in_words(run.ring, run.state))
+            if home.directory is not None and self.samples.rows:
+                run.incident_log.note("data_seen", rows=self.samples.rows)  # so that a resume notices a change
+        if self._shows and self.clock.step % REPORT_EVERY == 0 and (values := self.report()) is not None:
+            self.reporter.show(values)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from resilient_train.core.clip import Clipper, clip, gradients, scale
 from resilient_train.core.protocols import Effect, Hook
 from resilient_train.core.randomness import Seeds, capture, restore
 from resilient_train.core.ring import Ring
 from resilient_train.core.state import RunState
-from resilient_train.core.transaction import Transaction
-from resilient_train.data.rows import fingerprint
 from resilient_train.data.samples import Samples
 from resilient_train.data.trees import nbytes
-from resilient_train.durable.keeper import CheckpointKeeper
 from resilient_train.durable.progress import Progress
 from resilient_train.ground.errors import TrainError
-from resilient_train.ground.wording import counted, log
+from resilient_train.ground.wording import counted
 from resilient_train.parts.run import Run
 
 _MOST_STATES = 2_000  # of generators, 8 KiB each: updates that are older draw other numbers when they are repeated
@@ -33,72 +30,30 @@ class NotePlace(Hook):
 
     def __init__(self, parts: Run, progress: Progress) -> None:
         self._clock, self._samples, self._progress = parts.clock, parts.samples, progress
-        self._noted = 0, 0
 
     def before_update(self) -> None:
         start = self._samples.next_start  # before they are fetched: a data set may hang
-        self._note(start, start + self._samples.slicing.samples)
-
-    @contextmanager
-    def around_compute(self, update: Transaction) -> Iterator[None]:
-        start, stop = update.update.start, update.update.stop
-        if (start, stop) != self._noted:  # samples before them are left out
-            self._note(start, stop)
-        yield
-
-    def _note(self, start: int, stop: int) -> None:
-        self._noted = start, stop
-        self._progress.updating(self._clock.tick + 1, self._clock.step, start, stop)
-
-
-class HealthyUpdates(Hook):
-    """Looks at healthy updates. In the first one of a process optimizers create their state."""
-
-    def __init__(self, run: Run, keeper: CheckpointKeeper) -> None:
-        self._parts, self._keeper = run, keeper
-        self._is_over = False
-
-    def accepted(self, update: Transaction) -> None:
-        run = self._parts
-        run.ring.best_step = run.best.step  # whose state is kept
-        self._note_rows(update)
-        if self._is_over:
-            return
-        self._is_over = True
-        self._keeper.check()
-        if run.clock.step == 1:
-            # Its size is known now that the optimizer has its moments.
-            log.info("%s", snapshots_in_words(run.ring, run.state))
-
-    def _note_rows(self, update: Transaction) -> None:
-        """Note once what the data set looks like, so that a resume notices when it has changed."""
-        log, keys = self._keeper.incident_log, update.update.keys
-        if log.directory is not None and log.data_sample is None and keys:
-            rows = [key.row for some in keys for key in some]
-            sample = fingerprint(self._parts.samples.dataset, rows)  # type: ignore[attr-defined]
-            log.note("data_seen", sample=sample)
+        self._progress.updating(self._clock.tick + 1, self._clock.step, start, start + self._samples.slicing.samples)
 
 
 def snapshots_in_words(ring: Ring, state: RunState) -> str:
     if not ring.every:
         return "no snapshots in memory (memory.every=0): this run cannot rewind"
     size, allowed = ring.settle_slots(nbytes(state.live()))
-    mib = f"{max(ring.slots, 2) * size / 2**20:,.1f} MiB"
-    why = "half of what was available" if ring.config.max_gib is None else "memory.max_gib"
-    limit = f", of {allowed / 2**20:,.1f} MiB allowed: {why}" if ring.slots < ring.config.keep else ""
+    room = f"{size / 2**20:,.1f} MiB each, of {allowed / 2**20:,.1f} MiB allowed"
     if not ring.slots:
-        return f"no snapshots in memory: this run cannot rewind; two take {mib}{limit}"
-    return f"keeps {ring.slots} snapshots to rewind to, every {counted(ring.every, 'step')} ({mib}{limit})"
+        return f"no snapshots in memory: this run cannot rewind; two are needed ({room})"
+    return f"keeps {ring.slots} snapshots to rewind to, every {counted(ring.every, 'step')} ({room})"
 
 
 class DirectStepCheck:
     """Notices an optimizer step of the loop's own, which would pass the gate."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.running: Literal["loop", "guard"] | None = None
-        self._before: Literal["loop", "guard"] | None = None
+        self.running: str | None = None  # "loop" or "guard"
+        self._before: str | None = None
         for optimizer in optimizers:
-            optimizer.step = self._watched(optimizer, optimizer.step)  # type: ignore[method-assign]
+            _step_checks[optimizer] = self  # in the place of that of an earlier guard
 
     def __enter__(self) -> None:
         self._before, self.running = self.running, "guard"
@@ -106,36 +61,30 @@ class DirectStepCheck:
     def __exit__(self, *_: object) -> None:
         self.running = self._before
 
-    def _watched(self, optimizer: Any, step: Any) -> Any:
-        plain = getattr(step, "plain", step)  # without the wrapper of an earlier guard
 
-        @functools.wraps(plain)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if self.running == "loop":
-                raise TrainError(
-                    "the loop stepped an optimizer itself, past the gate: remove optimizer.step(), "
-                    "guard.step and guard.update do it"
-                )
-            optimizer._opt_called = True
-            return plain(*args, **kwargs)
+_step_checks = WeakKeyDictionary[Optimizer, DirectStepCheck]()
 
-        watched.plain = plain  # type: ignore[attr-defined]
-        # A scheduler of torch's that is made later would wrap a step of its class, to set that mark, and fails on this.
-        watched._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        return watched
+
+def _check_step(optimizer: Optimizer, *_: Any) -> None:
+    if (known := _step_checks.get(optimizer)) is not None and known.running == "loop":
+        raise TrainError(
+            "the loop stepped an optimizer itself, past the gate: remove optimizer.step(), "
+            "guard.step and guard.update do it"
+        )
+
+
+register_optimizer_step_pre_hook(_check_step)  # one for all, as optimizers with hooks of their own wait in the gate
 
 
 class TrainersClipper(Clipper):
     """Takes the norm that a trainer has measured, which has clipped the gradients already."""
 
     norm: torch.Tensor | None = None  # of the newest gradients, before they were clipped; None if it was not measured
-    may_change = False  # the gradients, by the trainer's callbacks, after it was measured
 
     def _clipped(self, weights: Sequence[torch.Tensor], max_norm: float | None, factor: float) -> torch.Tensor:
-        norm = self.norm
-        if norm is None or self.may_change:
-            after = clip(weights, over_ranks=self.over_ranks)
-            norm = after if norm is None else torch.where(after.isfinite(), norm, after)
+        norm = after = clip(weights, over_ranks=self.over_ranks)
+        if self.norm is not None:  # callbacks may have spoiled them since
+            norm = torch.where(after.isfinite(), self.norm, after)
         clipped_to = self.config.max_norm
         if max_norm is not None and max_norm != clipped_to:  # a remedy clips further
             clipped = norm if clipped_to is None else norm.clamp(max=clipped_to)
@@ -165,9 +114,7 @@ class RecordedStates(Seeds):
 
 
 def skipped_samples(samples: Samples) -> Effect:
-    def restore(state: Any) -> None:
-        for start, stop in state:
-            samples.skip(int(start), int(stop))
+    skipped = samples.skipped
 
     def undo(state: Any) -> None:
         if samples.rows and state != samples.skipped:

@@ -7,12 +7,10 @@ of a `break`, or an error of the caller's, it learns only at the exit of the int
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import os
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -59,8 +57,7 @@ _TIMED = 10_000  # laps from which the median step time is taken
 
 _DRAIN_S = 30.0  # how long the end of a loop waits for MLflow at most
 
-# By run directory, of this process: who reports the run, and the guard, which may be gone.
-holders: dict[Path, tuple[RunReporter, weakref.ref[Any]]] = {}
+holders: dict[Path, RunReporter] = {}  # of this process, by run directory
 os.register_at_fork(after_in_child=holders.clear)  # a forked child reports nothing
 
 
@@ -77,9 +74,8 @@ class Place:
 def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any, disk: DiskConfig) -> Place:
     """Begin a journal in the named directory, or in a sibling if it holds a run that is not to be resumed."""
     if run_dir is None:
-        for name, is_given in (("resume", resumes), ("tracking", tracking), ("disk", disk.every)):
-            if is_given:
-                raise unusable(name, "needs a run_dir")
+        if resumes or tracking or disk.every:
+            raise unusable("run_dir", "is missing: resume, tracking and disk need one")
         return Place(IncidentLog(None), rank=world.rank)
     named, locks = Path(run_dir).absolute(), list[DirectoryLock]()
     store = world.on_main(lambda: _tracking(tracking, named))
@@ -101,10 +97,7 @@ def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
     if find_spec("mlflow") is None:
         raise unusable("tracking", "needs the package mlflow: pip install 'resilient-train[app]'")
     uri = None if given is True else given
-    try:
-        locate(uri, run_dir.parent)
-    except ConfigError as error:
-        raise ConfigError("tracking" if uri else error.key, error.value, error.why) from None
+    locate(uri, run_dir.parent)
     experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
     return TrackingConfig("mlflow", uri, experiment, drain_s=_DRAIN_S)
 
@@ -122,28 +115,14 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
         except DirectoryInUse as error:
             if not error.holder.startswith(f"process {os.getpid()} "):
                 raise
-            gc.collect()  # a guard is part of cycles
-            if path not in holders or not _close_older(*holders[path]):
-                raise DirectoryInUse(path, "another guard of this process", "call its close() first") from None
-            return _claim(named, locks, resumes=resumes)
+            advice = "call its close() first, or restart the process"
+            raise DirectoryInUse(path, "another guard of this process", advice) from None
         except FileExistsError:
             if not path.is_dir():
                 raise ConfigError("run_dir", named, "is a file, expected a directory") from None
         except OSError as error:
             raise ConfigError("run_dir", named, f"cannot be written: {error.strerror}") from None
     raise AssertionError
-
-
-def _close_older(reporter: RunReporter, known: weakref.ref[Any]) -> bool:
-    """Close a guard whose loop was left, where a notebook's cell is run again. False: the loop runs."""
-    if (guard := known()) is not None:
-        if guard.is_looping:
-            return False
-        guard.stop_now()
-        with suppress(TrainError):
-            guard.close()
-    reporter.closed(None, sys.maxsize)
-    return True
 
 
 def write_summary(summary: Summary, run_dir: Path) -> None:
@@ -207,7 +186,7 @@ class RunReporter:
 
     # During the run.
 
-    def begin(self, steps: int | None, settings: Mapping[str, Any]) -> None:
+    def begin(self, steps: int | None) -> None:
         """Note that a loop of so many updates begins, if that is known; an end that was written before is void."""
         self.start_lap()
         place, directory = self.place, self.place.directory
@@ -218,11 +197,11 @@ class RunReporter:
             return
         endings.begin(directory, is_finished=False)  # before another rank may have failed again
         with suppress(OSError):  # the disk is full
-            commit_json(directory / LOOP, {"steps": steps, "given": settings})
+            commit_json(directory / LOOP, {"steps": steps})
         if is_new and place.tracking is not None:  # else the tracker is at work, and two would write to one file
             sinks = self.place.incident_log.sinks
             sinks[:] = [one for one in sinks if one is not self.tracker]
-            self.tracker = tracking.build(place.tracking, directory, directory.parent, settings)
+            self.tracker = tracking.build(place.tracking, directory, directory.parent, {"steps": steps})
             sinks.append(self.tracker)
 
     def start_lap(self) -> None:
@@ -239,7 +218,7 @@ class RunReporter:
         return self._step_seconds[-1]
 
     def report(
-        self, newest: Vitals | None, read: Callable[[], dict[str, float]], samples: int, knobs: Mapping[str, float]
+        self, newest: Vitals | None, read: Callable[[], dict[str, float]], samples: int
     ) -> dict[str, float] | None:
         """Return the numbers of the newest update, of `samples` samples; None if they were reported already."""
         if newest is None or newest.tick == self._reported_tick:
@@ -249,15 +228,11 @@ class RunReporter:
         values |= {f"train/{name}": value for name, value in read().items()}
         if seconds := self._lap():
             values |= {"step_ms": 1e3 * seconds, "samples_per_second": samples / seconds}
-        values |= {f"treatment/{name}": value for name, value in knobs.items()}
         return values | {"incidents_total": len(self.place.incident_log.incidents)}
 
-    def show(self, values: Mapping[str, float] | None) -> None:
-        """Upload the numbers of the update that was reported last; without any, only time it."""
-        if values is None:
-            self._lap()
-        else:
-            self.place.incident_log.tell(METRICS, tick=self._reported_tick, values=dict(values))
+    def show(self, values: Mapping[str, float]) -> None:
+        """Upload the numbers of the update that was reported last."""
+        self.place.incident_log.tell(METRICS, tick=self._reported_tick, values=dict(values))
 
     def note_evaluation(self, metrics: Mapping[str, float]) -> None:
         self.evaluated = dict(metrics)
@@ -403,7 +378,7 @@ def log_to_stderr(world: World) -> None:
 def _at_exit() -> None:
     """The interpreter has an error that was not caught."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    for one, _ in list(holders.values()):
+    for one in list(holders.values()):
         try:
             one.left(error)
         except Exception as failed:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from struct import pack
-from typing import Any, NoReturn
+from typing import NoReturn
 from zlib import crc32
 
 from resilient_train.core.transaction import Update
@@ -94,35 +93,22 @@ class RunProcess:
             self._ranks_differ(odd, fact(differ, ranks=[*odd]))
 
     def _digest(self) -> int:
-        """Digest what ranks have to agree on. Knobs as float32, as their last digit may differ between machines."""
-        parts, knobs = self._run, self._run.controls.knobs.turned
-        place = parts.clock.step, parts.clock.tick, parts.samples.position, parts.samples.slicing.samples
+        """Digest what ranks have to agree on. Factors as float32, as their last digit may differ between machines."""
+        parts = self._run
         rates = [group["lr"] for group in parts.updater.groups()]
-        more = self._run.controls.effects.agreed(), to_a_hundredth(rates)
-        return crc32(repr(more).encode(), crc32(pack(f"<4q{len(knobs)}f", *place, *knobs)))
+        factors = [*parts.controls.knobs.turned, *(rate for rate in rates if isinstance(rate, float))]
+        place = parts.clock.step, parts.clock.tick, parts.samples.position, parts.samples.slicing.samples
+        agreed = repr(parts.controls.effects.agreed()).encode()
+        return crc32(agreed, crc32(pack(f"<4q{len(factors)}f", *place, *factors)))
 
     def _ranks_differ(self, odd: tuple[int, ...], evidence: Facts) -> NoReturn:
         parts, since = self._run, self._run.clock.step
         anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, parts.clock.tick, since, evidence, ranks=odd)
         diagnosis = Diagnosis(Cause.PROCESS, fact("ranks_decide"))
         incident = self._incident_log.open(anomaly, diagnosis, Decision((Action("end"),)))
-        parts.ring.distrust(since)
-        snapshot = parts.ring.last_good(since)
-
-        def leave() -> None:
-            self._incident_log.close(incident, Outcome.GAVE_UP)
-            self._keeper.distrust(since)
-            if snapshot is not None:
-                self._keeper.save_alone(snapshot)
-
-        parts.world.on_main(leave)
+        self._incident_log.close(incident, Outcome.GAVE_UP)
         what = f"{say(evidence)} in update {since + 1}: the run ends before weights drift apart"
         onward = "; the same command resumes from the newest verified state" if since else ""
         error = RanksDiffer(what + onward)
         self._report(error)
         raise error
-
-
-def to_a_hundredth(rates: Sequence[Any]) -> list[int]:
-    """Round rates in logarithms, so that no round one is at a border: last digits may differ between machines."""
-    return [round(200 * math.log(rate)) for rate in rates if isinstance(rate, float) and 0 < rate < math.inf]

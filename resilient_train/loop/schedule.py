@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -88,37 +87,24 @@ class ShadowSchedule(Schedule):
     Chained schedulers multiply the rate they find: on real groups they would compound with whatever else sets it.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, build: Callable[[Optimizer], LRScheduler], warmup_steps: int, stride: int = 1
-    ) -> None:
+    def __init__(self, scheduler: LRScheduler, optimizer: Optimizer, warmup_steps: int = 0, stride: int = 1) -> None:
         """`stride` is how often it is stepped for an update: Accelerate's are, once for each process."""
-        self.shadow = _Shadow(optimizer)
-        self._original = copy.deepcopy(self._groups())
-        self.scheduler = build(self.shadow)
+        self.scheduler, self.shadow = scheduler, _Shadow(optimizer)
+        for one in _with_chained(scheduler):
+            one.optimizer = self.shadow
         self.warmup_steps, self._stride = warmup_steps, stride
         self._advanced = 0  # how often the scheduler was stepped
         self._left_at: list[Any] | None = None  # counts of the scheduler when this had stepped it
 
-    @classmethod
-    def of(cls, scheduler: LRScheduler, optimizer: Optimizer, stride: int = 1) -> Self:
-        def moved(shadow: Optimizer) -> LRScheduler:
-            for one in _with_chained(scheduler):
-                one.optimizer = shadow
-            return scheduler
-
-        return cls(optimizer, moved, 0, stride)
-
     def add_group(self, group: dict[str, Any]) -> None:
-        self.shadow.add_param_group(_shadowed(group))
-        self._original.append(copy.deepcopy(self._groups()[-1]))
+        why = "add it before the guard is made, or let the loop step its scheduler itself, with no schedule="
+        raise TrainError(f"the loop added a parameter group that its schedule does not know: {why}")
 
     def advance(self, step: int) -> None:
         if self._left_at not in (None, self._counts()):
             why = "remove scheduler.step(), the guard does it when an update is accepted"
             raise TrainError(f"the loop stepped the scheduler itself: {why}")
-        # With several processes no farther than a one-cycle schedule was made for: it would raise.
-        last = getattr(self.scheduler, "total_steps", sys.maxsize) if self._stride > 1 else sys.maxsize
-        while self._advanced < min((step - self.warmup_steps) * self._stride, last):
+        while self._advanced < (step - self.warmup_steps) * self._stride:
             self.scheduler.step()
             self._advanced += 1
         self._left_at = self._counts()
@@ -138,8 +124,7 @@ class ShadowSchedule(Schedule):
         if "scheduler" not in state:  # the run had no scheduler before: it is advanced to the step at hand
             return
         self.scheduler.load_state_dict(state["scheduler"])
-        groups = [*state["groups"], *self._original[len(state["groups"]) :]]  # those that were added since begin again
-        for group, saved in zip(self.shadow.param_groups, groups, strict=True):
+        for group, saved in zip(self.shadow.param_groups, state["groups"], strict=True):
             group.update(copy.deepcopy(saved))
         self._advanced = state["advanced"]
         self._left_at = self._counts()

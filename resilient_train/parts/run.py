@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -112,7 +112,6 @@ def nonfinite(norms: Mapping[str, float]) -> Facts:
 class Run(RunParts):
     settings: Any  # of all checks by their names
     best: BestLevel
-    own_weights: Collection[str] | None  # those that DDP does not synchronize; None if the model is not replicated
     sinks: list[Any] = field(default_factory=list)  # an `extensions.Sink` each
     is_patched: Callable[[str, int, str], bool] = lambda file, line, op: False  # whether what breaks there is repaired
     # Whether a patch has a value where every batch raises such an error, first met at such a tick.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,25 +30,13 @@ OLDEST = {"transformers": "5.22", "lightning": "2.5"}  # the versions that are t
 _ABSENT = object()
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")  # what a trainer's schedule may set in a parameter group
 
-OPTIONS = {  # of Guard, where a trainer has the rest
-    "recovery",
-    "checks",
-    "expect",
-    "memory",
-    "verify_after",
-    "data_changed",
-    "tracking",
-    "drill",
-    "seed",
-}
+# Of Guard, where a trainer has the rest.
+OPTIONS = {"recovery", "checks", "expect", "memory", "verify_after", "tracking", "drill", "seed"}
 
 
-def refuse_bad_options(who: str, options: Mapping[str, Any]) -> None:
+def refuse_unknown_options(who: str, options: Mapping[str, Any]) -> None:
     if unknown := options.keys() - OPTIONS:
         raise TypeError(f"{who} got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
-    arguments.check_settings(**options)
-    arguments.policy(options.get("recovery", "balanced"))
-    arguments.checks(options.get("checks", "default"), options.get("expect", ()))
 
 
 class Follower(ABC):
@@ -60,7 +49,6 @@ class Follower(ABC):
     def __init__(self) -> None:
         self.is_following = False  # from `follow` to `close`
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
-        self.may_change = False  # its callbacks the gradients, after that
         self.number = 0  # of the micro-batch that is run or replayed, in its update
         self._replay = 0  # which replay it is
         self._is_open = False  # the trainer has fetched the newest update, and made no step yet
@@ -109,16 +97,19 @@ class Follower(ABC):
         planned: float,
         is_saver: bool,
         resume: bool,
+        run_dir: str | Path,
         kept: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         """Make the guard, which keeps what is `kept`: everything is prepared. `options` are those of `Guard`.
 
-        Other processes `made` so many of the `planned` updates (-1 or very large: no end). Damaged checkpoints are
-        renamed by `is_saver`, which has written them.
+        Other processes `made` so many of the `planned` updates (-1 or very large: no end). A run that resumes is taken
+        to be the newest one that has a directory of this name. Damaged checkpoints are renamed by `is_saver`, which has
+        written them.
         """
         world = arguments.world(accelerator)
         self._optimizers, self._is_saver = optimizers, is_saver
+        run_dirs = [*takewhile(Path.exists, siblings(Path(run_dir)))]
         self.samples = FedSamples(
             Slicing(batch_size, accumulation, world.rank, world.size),
             dataset=self._dataset,
@@ -131,6 +122,7 @@ class Follower(ABC):
             data=self.samples,
             batch_size=batch_size,
             resume=resume,
+            run_dir=run_dirs[-1] if resume and run_dirs else run_dir,
             **options,
         )
         guard.clock.step = guard.clock.tick = made
@@ -184,9 +176,6 @@ class Follower(ABC):
     def land(self) -> torch.Tensor | None:
         """Land the newest update. Returns its loss if it was retried; NaN if it was left out at last."""
         fed = self.fed
-        if self.samples.skips(fed):  # since an earlier process
-            self.leave_out()
-            return torch.full((), torch.nan)
         fed.settings = self._scheduled()
         assert self._loss is not None, "no forward and backward before the step"
         try:
@@ -229,11 +218,10 @@ class Follower(ABC):
         return result
 
     def leave_out(self) -> None:
-        """Leave out the newest update: its buffers stay if they are finite, for which the host waits for the device."""
-        self._is_open, is_new = False, not self.samples.skips(self.fed)
-        self.guard.leave_out(keeps_buffers=is_new)
-        if is_new:
-            self.samples.skip(self.fed.start, self.fed.stop)
+        """Leave out the newest update, with what it has changed in buffers."""
+        self._is_open = False
+        self.guard.leave_out()
+        self.samples.skip(self.fed.start, self.fed.stop)
 
     def examine(self, *, is_end: bool = False) -> None:
         """Scan the whole state before the trainer evaluates or saves it, or ends, and repeat what a rewind undoes."""
@@ -245,13 +233,9 @@ class Follower(ABC):
         self._return_to(place)
 
     def close(self) -> None:
-        if not self.is_following:
-            return
-        self.is_following = False
-        try:
+        if self.is_following:
+            self.is_following = False
             self.guard.close()
-        finally:
-            self._batches = iter(())
 
     def saved(self, path: Path) -> None:
         self._saved.append((self.guard.clock.step, path))
@@ -259,19 +243,19 @@ class Follower(ABC):
     def _rename_damaged(self) -> None:
         """Rename checkpoints from after new damage, so that nothing resumes from them."""
         incidents = self.guard.incidents
-        since = min((one.anomaly.since for one in incidents[self._seen :] if one.reached_weights), default=None)
+        since = min((one.anomaly.since for one in incidents[self._seen :] if one.reached_weights), default=sys.maxsize)
         self._seen = len(incidents)
-        if since is None:
-            return
         damaged = [path for step, path in self._saved if step > since]
         self._saved = [one for one in self._saved if one[0] <= since]
         for path in damaged:
             if self._is_saver and path.exists():
-                _rename(path)
+                to = path.with_name(f"unverified-{path.name}")
+                log.warning("%s holds a state from after the damage began: it is renamed to %s", path, to.name)
+                path.rename(to)
 
     def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
         self._put_back(fed.settings)
-        self.guard.take_norm(self.norm, may_change=self.may_change)
+        self.guard.take_norm(self.norm)
         self.guard.update(loss)
         return self.guard.settle()
 
@@ -284,18 +268,3 @@ class Follower(ABC):
         for optimizer, some in zip(self._optimizers, settings, strict=True):
             for group, setting in zip(optimizer.param_groups, some, strict=False):
                 group.update(setting)
-
-
-def run_dir_of(usual: Path, name: str) -> Path:
-    """Return the run directory that a checkpoint of the trainer's names: a second run has its own."""
-    return usual.with_name(Path(name.strip()).name or usual.name)
-
-
-def _rename(path: Path) -> None:
-    to = next(one for one in siblings(path.with_name(f"unverified-{path.name}")) if not one.exists())
-    try:
-        path.rename(to)
-    except OSError as error:
-        log.error("%s holds a state from after the damage began, and cannot be renamed: %s", path, error)
-    else:
-        log.warning("%s holds a state from after the damage began: it is %s now", path, to.name)

@@ -23,11 +23,9 @@ from resilient_train.ground.errors import TrainError, named_type
 from resilient_train.loop import arguments
 from resilient_train.loop.rows_of_loader import NumberedBatch
 from resilient_train.parts.run import Measured
-from resilient_train.trainers.follower import OLDEST, Follower, refuse_bad_options, run_dir_of
+from resilient_train.trainers.follower import OLDEST, Follower, refuse_unknown_options
 
 T = TypeVar("T")
-
-_NOTE = "resilient_train.txt"  # in a checkpoint: the name of the run directory
 
 
 def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T:
@@ -38,7 +36,7 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
     if isinstance(trainer, type) or not is_known:
         what = f"got {named_type(trainer)} of {type(trainer).__module__.partition('.')[0]}; {arguments.TRAINERS}"
         raise TypeError(f"trainer: expected a transformers.Trainer, {OLDEST['transformers']} or newer, {what}")
-    refuse_bad_options("guard", options)
+    refuse_unknown_options("guard", options)
     given: Any = trainer
     if hasattr(given, "_resilient"):
         raise TrainError("this trainer is guarded already")
@@ -53,7 +51,8 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
     plain, given._resilient = given._inner_training_loop, options
 
     def guarded(*args: Any, **more: Any) -> Any:
-        here = Guarding(given, options, more.get("resume_from_checkpoint", args[2] if len(args) > 2 else None))
+        resumes = bool(more.get("resume_from_checkpoint", args[2] if len(args) > 2 else None))
+        here = Guarding(given, options, resumes)
         try:
             return plain(*args, **more)
         finally:
@@ -72,13 +71,13 @@ class _Place(NamedTuple):
 
 
 class Guarding(Follower):
-    def __init__(self, trainer: Any, options: dict[str, Any], resumes_from: Any) -> None:
+    def __init__(self, trainer: Any, options: dict[str, Any], resumes: bool) -> None:
         super().__init__()
         self.trainer, self.options = trainer, options
         self.rows: list[Any] = []  # of the batches that were fetched, and are not run yet
         self.place = _Place(0, None, None)  # where the trainer was when it fetched them
         self.loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
-        self._resumes_from = Path(resumes_from) if resumes_from else None  # a checkpoint of the trainer
+        self._resumes = resumes  # from a checkpoint of the trainer
         self._plain_step = trainer.training_step
         self._replayed: list[torch.Tensor] | None = None  # in a replay, the loss whose backward it makes itself
         self._replace(trainer, "get_train_dataloader", self._get_train_dataloader, always=True)
@@ -89,9 +88,6 @@ class Guarding(Follower):
 
     def begin(self) -> None:
         trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
-        options = {"seed": args.seed, **self.options}
-        if self._resumes_from is not None and (note := self._resumes_from / _NOTE).exists():
-            options["run_dir"] = run_dir_of(Path(options["run_dir"]), note.read_text())
         self.follow(
             accelerator,
             trainer.model_wrapped,
@@ -100,15 +96,12 @@ class Guarding(Follower):
             accumulation=args.gradient_accumulation_steps,
             made=trainer.state.global_step,
             planned=trainer.state.max_steps,
-            is_saver=args.should_save,
             objective=Measured(self._measured, "the trainer's loss", key="trainer"),
             clip=args.max_grad_norm if args.max_grad_norm > 0 else None,
-            resume=self._resumes_from is not None,
-            **options,
+            is_saver=args.should_save,
+            resume=self._resumes,
+            **{"seed": args.seed, **self.options},
         )
-        kinds = {kind for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
-        with_hook = [kind for kind in kinds if "on_pre_optimizer_step" in vars(kind)]  # one of them is the base class
-        self.may_change = len(with_hook) > 1
         self._replace(accelerator, "backward", self._backward)
         self._replace(trainer.optimizer, "step", self._step)
         # Without these marks, torch's schedulers warn that no step was made.
@@ -232,18 +225,12 @@ class Guarding(Follower):
 
     def _evaluate(self, plain: Any, *args: Any, **more: Any) -> Any:
         self.examine()
-        found = plain(*args, **more)
-        if isinstance(loss := found.get("eval_loss"), float):
-            self.guard.reporter.note_evaluation({"loss": loss})
-        return found
+        return plain(*args, **more)
 
     def _save_checkpoint(self, plain: Any, model: Any, trial: Any) -> None:
         self.examine()
         plain(model, trial)
-        folder = Path(self.trainer._get_output_dir(trial)) / f"checkpoint-{self.trainer.state.global_step}"
-        self.saved(folder)
-        if self.trainer.args.should_save:
-            (folder / _NOTE).write_text(self.guard.reporter.directory.name)
+        self.saved(Path(self.trainer._get_output_dir(trial)) / f"checkpoint-{self.trainer.state.global_step}")
 
     def _finalize_training(self, plain: Any, *args: Any, **more: Any) -> Any:
         self.examine(is_end=True)

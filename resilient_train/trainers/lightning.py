@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -29,7 +29,7 @@ from resilient_train.ground.errors import TrainError
 from resilient_train.loop.arguments import PlacedAccelerator
 from resilient_train.loop.rows_of_loader import NumberedBatch
 from resilient_train.parts.run import Measured
-from resilient_train.trainers.follower import Follower, refuse_bad_options, run_dir_of
+from resilient_train.trainers.follower import Follower, refuse_unknown_options
 
 
 class Place(NamedTuple):
@@ -71,7 +71,6 @@ class Fit(Follower):
         self._is_quiet = False  # nothing is logged
         self._logged: Logged | None = None  # before the newest update, until that has landed
         self._output: dict[str, Any] | None = None  # of the last batch of the newest update, if it was retried
-        self._examined = -1  # updates until the newest examination
         self._replace(self._inner, "run", self._run)
         self._replace(self._strategy, "backward", self._backward)
         self._replace(self._plugin, "optimizer_step", self._step)
@@ -104,9 +103,9 @@ class Fit(Follower):
             accumulation=trainer.accumulate_grad_batches,
             made=trainer.global_step,
             planned=trainer.estimated_stepping_batches,
-            is_saver=trainer.is_global_zero,
             objective=Measured(self._measured, "training_step", key="module"),
             clip=(trainer.gradient_clip_val or None) if by_norm else None,
+            is_saver=trainer.is_global_zero,
             resume=bool(trainer.ckpt_path),
             kept={f"average_{number}": one for number, one in enumerate(averages) if one is not None},
             **options,
@@ -241,9 +240,8 @@ class Fit(Follower):
         self._trainer.accumulate_grad_batches = place.accumulation
 
     def examine(self, *, is_end: bool = False) -> None:
-        """Look at the whole state between two updates, unless that was done since the last one."""
-        can_wait = self._is_open or self._examined == self.guard.clock.tick
-        if not self._trainer.training or (can_wait and not is_end):
+        """Look at the whole state between two updates."""
+        if not self._trainer.training or (self._is_open and not is_end):
             return
         if self._is_open:
             self.leave_out()
@@ -251,7 +249,6 @@ class Fit(Follower):
         super().examine(is_end=is_end)
         self._is_quiet = False
         logged.restore()
-        self._examined = self.guard.clock.tick
 
     def _validate(self, plain: Any) -> Any:
         """Examine the state before an epoch of validation: afterwards the model is not in training mode."""
@@ -272,18 +269,9 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
 
     def __init__(self, *, run_dir: str | Path | None = None, **options: Any) -> None:
         """`options` are those of `Guard` in `follower.OPTIONS`; `run_dir` is usually a folder in `default_root_dir`."""
-        refuse_bad_options("Guarded", options)
+        refuse_unknown_options("Guarded", options)
         self._run_dir, self._options = run_dir, options
         self._fit: Fit | None = None
-        self._name = ""  # of the run directory that a checkpoint belongs to: a second run has its own
-
-    def state_dict(self) -> dict[str, Any]:
-        if (fit := self._fit) is not None and fit.is_following:
-            self._name = fit.guard.reporter.directory.name
-        return {"run_dir": self._name}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._name = str(state_dict.get("run_dir", ""))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Begin before the optimizers are configured, which may ask for the number of steps, and so for the loader."""
@@ -297,8 +285,6 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         assert self._fit is not None
         folder = Path(trainer.default_root_dir) / "resilient_train" if self._run_dir is None else self._run_dir
-        if trainer.ckpt_path and self._name:
-            folder = run_dir_of(Path(folder), self._name)
         self._fit.begin({**self._options, "run_dir": folder})
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -314,15 +300,10 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
 
 
 def refuse(trainer: Any, module: Any) -> None:
-    if not isinstance(trainer, Trainer):  # such as one of the package pytorch_lightning, whose classes are others
-        raise TypeError(f"Guarded: expected a lightning.pytorch.Trainer, got one of {type(trainer).__module__}")
-    strategy, plugin = trainer.strategy, trainer.precision_plugin
-    # DeepSpeed's strategy is derived from that of DDP, as is Megatron's.
-    is_engine = any(kind.__name__.startswith(("DeepSpeed", "Megatron")) for kind in type(strategy).__mro__)
-    is_known = isinstance(strategy, DDPStrategy | SingleDeviceStrategy) and not is_engine
-    if not is_known or strategy.root_device.type == "xla":
-        what = type(strategy).__name__
-        raise ValueError(f"Guarded: {what} is not supported yet: use one device, or strategy='ddp'")
+    plugin, kind = trainer.precision_plugin, type(trainer.strategy)
+    if kind not in (DDPStrategy, SingleDeviceStrategy):  # but those of pytorch_lightning, or derived as DeepSpeed's are
+        what = f"{kind.__module__}.{kind.__name__} is not supported yet"
+        raise ValueError(f"Guarded: {what}: use one device, or strategy='ddp', of the package lightning")
     if not module.automatic_optimization:
         raise ValueError("Guarded: manual optimization is not supported: guard its loop with resilient_train.Guard")
     if any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):

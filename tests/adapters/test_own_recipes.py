@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from resilient_train import Guard
+from resilient_train.ground.errors import DirectoryInUse
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
 BATCH = 8
@@ -86,12 +87,14 @@ def test_a_resume_says_if_the_data_begins_again(
     assert ("begins again at its first batch" in info.text) != is_stateful
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_a_run_of_a_guard_whose_loop_was_left_is_resumed_by_the_next_one(tmp_path: Path, is_kept: bool) -> None:
-    """As by a function that is called again, or a cell of a notebook that is run again."""
+def test_a_run_of_a_guard_whose_loop_was_left_is_resumed_once_that_is_closed(tmp_path: Path) -> None:
+    """As by a cell of a notebook that is run again."""
     more: dict[str, Any] = {"run_dir": tmp_path / "run", "disk": 5, "resume": True}
-    kept = [guard_of(steps=30, **more)] * is_kept
-    trained(kept[0] if is_kept else guard_of(steps=30, **more), leave_at=17)
+    left = guard_of(steps=30, **more)
+    trained(left, leave_at=17)
+    with pytest.raises(DirectoryInUse, match=r"another guard of this process: call its close\(\) first, or restart"):
+        guard_of(steps=60, **more)
+    left.close()
     again = guard_of(steps=60, **more)
     trained(again)
     assert again.clock.step == 60

@@ -87,7 +87,7 @@ class Endless(IterableDataset[Any]):
 
 @pytest.mark.parametrize("data", [DataLoader(Endless(), BATCH), (one for one in A_LOADER)])
 def test_data_without_a_length_has_no_epochs(data: Any) -> None:
-    with pytest.raises(TrainError, match=r"no len\(\)"):
+    with pytest.raises(TypeError, match=r"no len\(\)"):
         next(guard_of(data=data).epochs(2))
 
 

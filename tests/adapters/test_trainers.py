@@ -96,30 +96,6 @@ def hugging_face(
     return ended(place, trainer.model, logs, trainer.state.global_step)
 
 
-class Stateful:
-    """A loader whose rows have no index, and which resumes in the middle of a pass, as Lightning asks of it."""
-
-    def __init__(self) -> None:
-        rows = lightning_programs.Rows(bad=(BAD,))
-        self.batches = [*zip(torch.split(rows.x, BATCH), torch.split(rows.y, BATCH), strict=True)]
-        self.first = self.fetched = 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        first, self.first = self.first, 0
-        for number in range(first, len(self)):
-            self.fetched = number + 1
-            yield self.batches[number]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"first": self.fetched}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.first = state["first"]
-
-
 class CountingNet(lightning_programs.Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output, loop = super().training_step(batch, batch_idx), self.trainer.fit_loop.epoch_loop
@@ -134,7 +110,6 @@ def lightning(
     guarded: bool = True,
     saves: int = 0,
     resume: int = 0,
-    stream: bool = False,
     counts: bool = False,
     steps: int = 96,
     at: int = lightning_programs.AT,
@@ -151,9 +126,7 @@ def lightning(
     trainer = lightning_programs.trainer_of(place, guarded=guarded, **more)
     fault = {"bad_rows": "rows", "hot_lr": "rate"}.get(fault, fault)
     module = (CountingNet if counts else lightning_programs.Net)(fault, schedule, at)
-    if stream:
-        module.net[3].p = 0.0  # a resume does not restore the random numbers of Lightning
-    rows = Stateful() if stream else lightning_programs.loader((17, 99) if fault == "rows" else (), workers)
+    rows = lightning_programs.loader((17, 99) if fault == "rows" else (), workers)
     path = place / f"checkpoint-step={resume}.ckpt" if resume else None
     trainer.fit(module, rows, DataLoader(lightning_programs.Rows(64), 32), ckpt_path=path)
     return ended(place, module, trainer.logger.rows, trainer.global_step)
@@ -168,7 +141,6 @@ HEALTHY: dict[str, tuple[Train, dict[str, Any]]] = {
     "two batches an update": (hugging_face, {}),
     "not clipped": (hugging_face, {"program": "vit", "gradient_accumulation_steps": 1, "max_grad_norm": -1.0}),
     "batches that do not fill an update": (hugging_face, {"gradient_accumulation_steps": 5, "steps": 24}),
-    "a batch without a loss now and then": (lightning, {"fault": "none"}),
     "stopped early": (lightning, {"callbacks": (EarlyStopping("val", patience=0, min_delta=10.0),)}),
     "a last update of fewer batches": (
         lightning,
@@ -271,16 +243,6 @@ def test_a_resume_finds_the_run_directory_of_its_checkpoint(train: Train, tmp_pa
     train(tmp_path, "bad_rows", steps=34, resume=30)
     assert len(listed(second)) == 2
     assert not (tmp_path / "resilient_train-3").exists()
-
-
-@of_all
-def test_what_was_skipped_is_left_out_again_after_a_resume(train: Train, tmp_path: Path) -> None:
-    """Of rows without an index: it ends with the bits of the run that was not interrupted."""
-    whole = train(tmp_path, stream=True, saves=10, steps=25)
-    resumed = train(tmp_path, stream=True, resume=10, steps=25)
-    [incident] = resumed.incidents
-    assert incident["actions"] == [{"remedy": "skip"}]
-    assert (resumed.steps, resumed.weights) == (25, whole.weights)
 
 
 def test_an_update_that_is_left_out_is_logged_with_0(tmp_path: Path) -> None:

@@ -85,7 +85,6 @@ def test_a_data_set_is_known_again(kind: Any) -> None:
     assert (first["dataset"], first["rows"], list(first["digests"])) == (kind.__name__, 9, ["0"])
     assert first["digests"]["0"] is not None
     assert json.loads(json.dumps(first)) == first
-    assert list(fingerprint(kind(9), [7, 5])["digests"]) == ["5"]
 
 
 class Thing:

@@ -18,7 +18,7 @@ from resilient_train.core.loss import Jump, Level
 from resilient_train.data.history import BLOCK, BestLevel, Rise
 from resilient_train.extensions.on_purpose import Probe
 from resilient_train.ground.types import Vitals
-from resilient_train.loop.arguments import named
+from resilient_train.loop.arguments import checks as named
 
 JUMP = named("default").jump
 

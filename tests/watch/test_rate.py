@@ -15,7 +15,7 @@ from test_checks import Run, curve
 from resilient_train.core.checks import ChecksConfig, Finding
 from resilient_train.data.history import Leap, UpdateHistory
 from resilient_train.ground.types import Signal, Vitals
-from resilient_train.loop.arguments import named
+from resilient_train.loop.arguments import checks as named
 
 
 class FullRun(Run):

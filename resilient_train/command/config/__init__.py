@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from resilient_train.ground.files import conf
 from resilient_train.ground.reader import (
@@ -28,7 +28,6 @@ class RunConfig:
     log_every: int = limited(at_least=1)
     eval_every: int = limited(at_least=0)
     resume: str
-    data_changed: Literal["refuse", "accept"]
     init_from: str | None
     max_hours: float | None = limited(above=0)
     deterministic: bool

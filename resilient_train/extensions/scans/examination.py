@@ -31,7 +31,7 @@ class StateScans(Extension, Examiner, Hook):
     def build(self, run: Run) -> None:
         self._run, self._world = run, run.world
         world = run.world if run.world.size > 1 else None
-        self._scans = Scans(run.settings, run.backend.bare, run.updater.optimizers, world, run.own_weights)
+        self._scans = Scans(run.settings, run.backend.bare, run.updater.optimizers, world)
         run.scans, run.examiner = self._scans, self
         run.hooks.append(self)
         self._knows_batches = False  # in this process

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -61,15 +61,12 @@ class Scans(protocols.Scans):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         world: World | None = None,
-        unreplicated: Collection[str] | None = (),
     ) -> None:
-        """`optimizers` without Accelerate's wrapper; `world` of several ranks, on which `unreplicated` weights differ;
-        None: all may.
-        """
+        """`optimizers` without Accelerate's wrapper; `world` of several ranks."""
         self.config, self._world = config, world
         self.layout = Layout(model, optimizers)
         self._step = 0
-        self._has_copies = self.layout.is_whole and world is not None and unreplicated is not None and not unreplicated
+        self._has_copies = self.layout.is_whole and world is not None
         self._found: list[tuple[int, Found]] = []  # with its step; does not rewind
         self.accepted = None  # or what was newly taken for intended; nothing, if it was declared
         self._pending: _Pending | None = None
