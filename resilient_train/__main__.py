@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 from importlib import import_module
-from io import TextIOWrapper
 
+from resilient_train import __version__
 from resilient_train.command import VERBS
 from resilient_train.processes import process_exit
 
@@ -16,6 +16,8 @@ _EXTRA = ("hydra", "omegaconf", "mlflow", "sklearn")  # packages of the extra `a
 def main() -> None:
     try:
         _do()
+    except KeyboardInterrupt:
+        sys.exit(0 if sys.argv[1:2] == ["incidents"] else 1)  # Ctrl-C is the way to end --follow
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in _EXTRA:
             raise
@@ -26,22 +28,20 @@ def main() -> None:
 def _do() -> None:
     verb, *words = sys.argv[1:] or [""]
     if verb in VERBS:
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack a character of a path
         if verb not in ("sync", "examine"):  # which have sockets, and the user's code
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any program that prints: `| head -1` ends it
-        try:
-            sys.exit(import_module(f"resilient_train.command.{verb}").main(words))
-        except KeyboardInterrupt:
-            sys.exit(0 if verb == "incidents" else 1)  # Ctrl-C is the way to end --follow
+        sys.exit(import_module(f"resilient_train.command.{verb}").main(words))
+    if verb == "--version":
+        print(f"resilient_train {__version__}")  # Hydra would print its own
+        return
     process_exit.exit_with_agent()
-    process_exit.exit_on_request()
-    from resilient_train.command import command  # takes seconds, during which a request to stop may come
+    from resilient_train.command import command
 
     try:
         command.main()
     finally:
-        process_exit.ignore_requests()
+        for number in process_exit.SIGNALS:  # the process is ending, and a request must not change how
+            signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

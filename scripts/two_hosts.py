@@ -39,13 +39,13 @@ sys.path.insert(0, str(ROOT))
 from resilient_train.report.story import read_story  # noqa: E402
 
 RUN = ["model=mlp", "data=digits", "objective=custom", "objective._target_=two_hosts.unhurried", "tracking=none"]
-RUN += ["accelerate.cpu=true", "run.name=run", "run.log_every=1000", "run.steps=1000000", "run.grace=5"]
+RUN += ["accelerate.cpu=true", "run.name=run", "run.log_every=1000", "run.steps=1000000"]
 RUN += ["checkpoint.disk.every=20", "checkpoint.memory.every=10", "checkpoint.verify_after=12"]
 NAMES, ADDRESSES, PORT = ("first", "second"), ("10.211.77.1", "10.211.77.2"), 29400
 # An agent is taken for dead after three times two seconds without a word, and those that are there wait for others
 # no longer than this: else each attempt would take half a minute more.
 RENDEZVOUS = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=3,read_timeout=20"
-# Agents of torch 2.13 that share one store over all attempts never tell a host that comes later where it is: both fail.
+# With one store over all attempts, processes that are restarted on several hosts meet what earlier ones left in it.
 OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -264,7 +264,7 @@ def main() -> None:
     place.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     arguments.append(f"run.step_timeout={options.step_timeout}")
-    with Hosts(place.resolve(), options.processes, arguments, OWN_STORES if options.another else {}) as two:
+    with Hosts(place.resolve(), options.processes, arguments, OWN_STORES) as two:
         try:
             trains(two, options.patience)
             if options.cut:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from resilient_train.durable.progress import Progress
-from resilient_train.processes import process_exit as requests
+from resilient_train.processes.process_exit import StopRequests
 
 HOLD, HELD = "hold", "held"  # in the working directory of the run: where it is to wait, and that it does
 
@@ -65,7 +66,8 @@ def cross_entropy(model: Any, batch: Any) -> Any:
 
 
 def _wait(where: str, step: int) -> None:
-    while _asked(where) <= step and not any(one.since for one in requests._listening):
+    requests = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    while _asked(where) <= step and not (isinstance(requests, StopRequests) and requests.asked()):
         Path(HELD).touch()
         time.sleep(0.01)
 

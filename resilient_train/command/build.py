@@ -151,8 +151,6 @@ def model_of(config: Config) -> nn.Module:
     model = compose.build("model", config.model)
     if not isinstance(model, nn.Module):
         raise compose.wrong_kind("model", config.model, model, "a torch.nn.Module, or a function that returns one")
-    if not any(weight.requires_grad for weight in model.parameters()):
-        raise ConfigError("model._target_", config.model["_target_"], "returned a model without trainable weights")
     if config.run.init_from is not None:
         weights.load_into(model, Path(config.run.init_from))
     return model
@@ -170,13 +168,6 @@ def objective_of(config: Config, device: torch.device) -> Measured:
             why = "has weights of its own, which would not be trained: put them into the model"
             raise ConfigError("objective._target_", node["_target_"], why)
         objective = objective.to(device)
-    try:
-        inspect.signature(objective).bind("model", "batch")
-    except TypeError as error:
-        why = f"cannot be called as (model, batch) -> loss: {error}"
-        raise ConfigError("objective._target_", node["_target_"], why) from error
-    except ValueError:
-        pass  # some built-ins have no signature
     return Measured(objective, node["_target_"])
 
 
@@ -184,11 +175,9 @@ def collate_of(config: Config) -> Collate:
     node = config.data.collate
     if node is None:
         return default_collate
-    collate = find("data.collate", node) if isinstance(node, str) else compose.build("data.collate", node)
-    if not callable(collate):
-        why = f"is a {type(collate).__name__}: expected a callable (rows) -> batch"
-        raise ConfigError("data.collate", node, why)
-    return collate  # type: ignore[no-any-return]
+    if isinstance(node, str):
+        return find("data.collate", node)  # type: ignore[no-any-return]
+    return compose.build("data.collate", node)  # type: ignore[no-any-return]
 
 
 def _optimizers(node: dict[str, Any], model: nn.Module) -> list[Optimizer]:
@@ -196,7 +185,7 @@ def _optimizers(node: dict[str, Any], model: nn.Module) -> list[Optimizer]:
     no_decay = node.get("no_decay") or []
     node = {key: value for key, value in node.items() if key != "no_decay"}
     target = compose.check_target("optimizer", node, given=1)
-    takes_model = next(iter(compose.parameters(target)), None) == "model"
+    takes_model = next(iter(inspect.signature(target).parameters), None) == "model"
     built = compose.build("optimizer", node, model if takes_model else parameter_groups(model, no_decay=no_decay))
     optimizers = list(built) if isinstance(built, list | tuple) else [built]
     for optimizer in optimizers:
@@ -208,14 +197,12 @@ def _optimizers(node: dict[str, Any], model: nn.Module) -> list[Optimizer]:
 def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Schedule:
     warmup_steps = checked("schedule.warmup_steps", node.get("warmup_steps", 0), int, {"at_least": 0})
     key, path = "schedule._target_", node.get("_target_")
-    target = find(key, path)
-    parameters = list(compose.parameters(target))
+    without = {key: value for key, value in node.items() if key != "warmup_steps"}
+    target = compose.check_target("schedule", without, given=1)
+    parameters = list(inspect.signature(target).parameters)
     if "warmup_steps" not in parameters:
-        node = {key: value for key, value in node.items() if key != "warmup_steps"}
-    compose.check_target("schedule", node, given=1)
+        node = without
     factory = compose.build("schedule", {**node, "_partial_": True})
-    if any("lr" not in group for group in optimizer.param_groups):
-        raise ConfigError(key, path, "schedules the learning rate lr, which this optimizer does not have")
     if target is ReduceLROnPlateau:
         raise ConfigError(key, path, "follows a metric, not the step, and is not supported")
     is_torchs = inspect.isclass(target) and issubclass(target, LRScheduler)
@@ -243,9 +230,6 @@ def train(run: Run) -> None:
     """Make updates until `run.steps` of them are accepted, or a request to stop; evaluate meanwhile and at the end."""
     settings, guard = run.config.run, run.guard
     run.model.train()
-    step = guard.clock.step
-    if step > 0 and run.evaluates_at(step) and run.evaluated_at != step:  # the previous process ended before it
-        evaluate_and_report(run)
     for batch in guard.batches():
         attempted = guard.step(batch)
         run.beat()
@@ -302,9 +286,4 @@ def evaluate(run: Run) -> dict[str, float]:
                 sums[name] = sums.get(name, 0) + weight * torch.stack([part, torch.ones_like(part)])
     run.model.train()
     run.guard.reporter.start_lap()  # the time of a step does not include an evaluation
-    ranks = run.world.all_of({name: one.tolist() for name, one in sums.items()})  # each may know other metrics
-    found = dict[str, float]()
-    for name in sorted(set[str]().union(*ranks), key=lambda name: (name != "loss", name)):
-        total, rows = map(sum, zip(*(rank[name] for rank in ranks if name in rank), strict=True))
-        found[name] = total / rows if rows else math.nan
-    return found
+    return run.world.weighted_means({name: one.tolist() for name, one in sums.items()})

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import io
 import os
 import re
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from resilient_train.command.config import CONF
-from resilient_train.command.config.compose import VERSION_BASE, composed, explained, parse, values_of
+from resilient_train.command.config.compose import VERSION_BASE, composed, explained, values_of
 from resilient_train.command.terminal import survive_hangup
 from resilient_train.durable.endings import note_refusal
 from resilient_train.ground.errors import ConfigError, Stopped, TrainError, unusable
@@ -47,7 +45,7 @@ def main() -> None:
     code = 0
     survive_hangup()
     try:
-        _answer(parse(words))
+        _job()
     except Exception as error:
         code = _complain(error, words)
     except Stopped as error:  # before there was a run
@@ -64,25 +62,15 @@ def main() -> None:
     sys.exit(code_for_agent(worst))
 
 
-def _answer(given: argparse.Namespace) -> None:
-    sys.argv[1:] = given.words
-    if given.help or given.cfg or given.info or given.shell_completion:
-        with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
-            _job()
-        print(masked(printed.getvalue()), end="")
-    else:
-        if "WORLD_SIZE" in os.environ and given.multirun:
-            why = "a launcher's processes make one run; start the sweep, or each of its runs, without the launcher"
-            raise unusable("--multirun", why)
-        _job()
-
-
 @hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")
 def _job(raw: DictConfig) -> None:
     """Train one run, or one of a sweep: if it fails, the others still run."""
     hydra_config = HydraConfig.get()
     given: Any = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)  # reading one may fail
     is_sweep = hydra_config.mode == RunMode.MULTIRUN
+    if is_sweep and "WORLD_SIZE" in os.environ:
+        why = "a launcher's processes make one run; start the sweep, or each of its runs, without the launcher"
+        raise unusable("--multirun", why)
     if is_sweep:
         words = [re.sub(r"\\(.)", r"\1", word) for word in given]  # Hydra has quoted them
         print(masked(f"job {hydra_config.job.num} of the sweep: {' '.join(words)}"), flush=True)
@@ -108,18 +96,13 @@ def _job(raw: DictConfig) -> None:
 
 
 def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
-    """Print what is wrong, once on each host if it is the same for all launched processes; return the exit code."""
+    """Print what is wrong, of a wrong configuration once on each host; return the exit code."""
     ended = explained(error, overrides)
-    # What rank 0 decided for all has no cause; any other error may be that of this rank alone, and it has no log yet.
-    is_own = not isinstance(ended, ConfigError) and (ended is not error or ended.__cause__ is not None)
-    if (rank := launched_rank()) == 0 or is_own or os.environ.get("LOCAL_RANK") == "0":
+    if (rank := launched_rank()) == 0 or not isinstance(ended, ConfigError) or os.environ.get("LOCAL_RANK") == "0":
         print(f"error{f' on rank {rank}' if rank else ''}: {masked(str(ended))}", file=sys.stderr)
-    if rank == 0:
-        settings = values_of(overrides)
-        name = settings.get("run.name")
-        directory = settings.get("run.dir") or (f"runs/{name}" if name else None)
-        if isinstance(ended, ConfigError) and ended.key == "run.dir":
-            directory = str(ended.value)
-        if ended.exit_code == 2 and directory and "WORLD_SIZE" in os.environ:
-            note_refusal(Path(directory), ended.exit_code, str(ended))  # the launcher hides the exit code
+    directory = values_of(overrides).get("run.dir")
+    if isinstance(ended, ConfigError) and ended.key == "run.dir":
+        directory = ended.value
+    if rank == 0 and directory and ended.exit_code == 2 and "WORLD_SIZE" in os.environ:
+        note_refusal(Path(directory), ended.exit_code, str(ended))  # the launcher hides the exit code
     return ended.exit_code

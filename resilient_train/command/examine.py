@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.command import no_run, parser_of
-from resilient_train.durable.endings import CONFIG, SUMMARY, is_run, read_ending
+from resilient_train.durable.endings import CONFIG, is_run
 from resilient_train.ground.errors import ConfigError, TrainError
 from resilient_train.ground.reader import find_in_working_directory
 
 _HELP = """\
 Runs forward and backward of one batch under the microscope, and changes nothing: what every layer puts out and which
 gradients arrive there, the first operation that makes a value that is not finite, inputs that are out of scale. It
-takes the final weights of a run that finished, else those of the newest verified checkpoint, and the run's mixed
-precision. Give the overrides of the run: no model or data is built from its directory."""
+takes the weights of the newest verified checkpoint, else the final ones, and the run's mixed precision. Give the
+overrides of the run: no model or data is built from its directory."""
 _EXIT_CODES = "0 if loss and gradients are finite, 1 if not, 2 if RUN_DIR or the overrides do not fit"
 
 
@@ -51,7 +51,7 @@ def _examined(given: argparse.Namespace) -> Any:
     from resilient_train.command.config import compose
     from resilient_train.core.randomness import Purpose, mix, seed_all
     from resilient_train.durable import store as weights
-    from resilient_train.durable.manifest import VERIFIED, WEIGHTS, entries_of
+    from resilient_train.durable.manifest import VERIFIED, entries_of
     from resilient_train.extensions.diagnosis.examine import examine
 
     run_dir: Path = given.run_dir
@@ -65,15 +65,12 @@ def _examined(given: argparse.Namespace) -> Any:
     rows = compose.build("data.train", config.data.train)
     model = build.model_of(config)
     kept = (one.path for one in entries_of(run_dir) if one.kind == VERIFIED)
-    done = (read_ending(run_dir, SUMMARY) or {}).get("status") == "completed"  # else its weights are of an earlier end
-    weights.load_into(model, run_dir if done and (run_dir / WEIGHTS).exists() else next(kept, run_dir), "RUN_DIR")
+    weights.load_into(model, next(kept, run_dir), "RUN_DIR")
     if given.rows:
         try:
             chosen = [rows[int(row)] for row in given.rows.split(",")]
         except (IndexError, KeyError, ValueError, TypeError) as error:
             raise ConfigError("--rows", given.rows, f"expected rows of the data set, such as 3,77 ({error})") from error
-    elif hasattr(rows, "__getitem__"):
-        chosen = [rows[row] for row in range(min(config.data.batch_size, len(rows)))]
     else:
         chosen = list(islice(rows, config.data.batch_size))
     model.train()

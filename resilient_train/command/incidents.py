@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
 
 def _show(run_dir: Path, *, as_json: bool, follows: bool) -> int:
     """Show a run, and while it `follows` new incidents, until its process has ended."""
-    story = first = read_story(run_dir)
+    story = read_story(run_dir)
     if story.state == "none" and not (run_dir / JOURNAL).exists():
         return no_run(run_dir)
     if not as_json:
@@ -49,7 +49,7 @@ def _show(run_dir: Path, *, as_json: bool, follows: bool) -> int:
             break
         time.sleep(_LOOK_EVERY_S)
         story = read_story(run_dir)
-    if story != first and not as_json:
+    if follows and not as_json:
         _print_summary(story)
     return story.exit_code if follows and story.state != "none" else 0  # of a loop without a run's files it is unknown
 

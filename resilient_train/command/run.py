@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,8 @@ from resilient_train.durable import endings
 from resilient_train.durable import store as weights
 from resilient_train.durable.endings import CONFIG, SUMMARY, RunFacts, Summary, read_ending, status_of
 from resilient_train.durable.incident_log import IncidentLog
-from resilient_train.durable.journal import JOURNAL
 from resilient_train.durable.lock import LOCK, DirectoryLock
 from resilient_train.durable.manifest import WEIGHTS
-from resilient_train.durable.progress import position_of
 from resilient_train.durable.resume import Resume
 from resilient_train.durable.run_history import history_of
 from resilient_train.ground.errors import (
@@ -34,26 +33,23 @@ from resilient_train.ground.errors import (
     RanksDiffer,
     Stopped,
     TrainError,
-    in_one_line,
+    short_message,
 )
 from resilient_train.ground.files import commit_text, is_left_over, siblings, sweep, sync_directory
 from resilient_train.ground.secrets import masked
-from resilient_train.ground.types import Action, Anomaly, Decision, Signal, by_signal, fact
+from resilient_train.ground.types import fact
 from resilient_train.ground.wording import IN_FILE_ONLY, counted, log, say
-from resilient_train.loop.reporter import Place, finish_uploads, note_error, print_review, write_summary
+from resilient_train.loop.reporter import Place, conclude, note_error, print_review, write_end
 from resilient_train.parts.code_lines import called_by_us, is_users
-from resilient_train.processes.process_exit import StopRequests, has_lost_sibling
+from resilient_train.processes.process_exit import StopRequests
 from resilient_train.processes.watchdog import Hang, Phase, Watchdog
 from resilient_train.processes.world import World, is_lost_peer
 from resilient_train.report import tracker as tracking
-from resilient_train.report.story import again, completed
+from resilient_train.report.story import again
 from resilient_train.report.tracker import Tracker
 
 _HOME = Path("runs")  # of MLflow's database, if no other store is configured
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
-# Of a summary, if a resume fails.
-_KEPT = ("steps", "ticks", "steps_lost", "trial_updates", "first_loss", "final_loss", "eval")
-_LOADER = "torch/utils/data/dataloader.py"
 _FOR_OTHERS_S = 1.2  # seconds in which the watchdogs of other ranks look at their clocks, too
 
 
@@ -96,10 +92,6 @@ class RunDirectory:
     finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up
     changes: dict[str, str] = field(default_factory=dict)  # of the configuration since that run began, by key
 
-    @property
-    def config(self) -> Path:
-        return self.path / CONFIG
-
     def log(self, rank: int) -> Path:
         return self.path / ("train.log" if rank == 0 else f"train.rank{rank}.log")
 
@@ -107,8 +99,7 @@ class RunDirectory:
 def claim(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
     """Lock the directory of a run, or the next sibling that is free if nothing is to be resumed; `locks` gets the lock.
 
-    A directory without any update is reused; if nothing is to be resumed, only if its start was refused. The restart of
-    a launch takes the directory of its first start.
+    A directory without any update is reused. The restart of a launch takes the directory of its first start.
     """
     path = Path(composed.config.run.dir).absolute()
     resumes = composed.config.run.resume != "never"
@@ -120,9 +111,7 @@ def claim(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
                 raise
             continue
         summary = read_ending(candidate, SUMMARY) or {}
-        has_no_update = summary.get("ticks") == 0 and not (candidate / endings.CHECKPOINTS).exists()
-        was_refused = summary.get("status") == "failed" and summary.get("exit_code") == 2
-        is_free = is_new or (has_no_update and (was_refused or resumes))
+        is_free = is_new or (summary.get("ticks") == 0 and not (candidate / endings.CHECKPOINTS).exists())
         if resumes or is_free or _was_launched_by_this(candidate):
             locks.append(lock)
             return _opened(composed, candidate, None if is_free else summary)
@@ -138,7 +127,7 @@ def _opened(composed: Composed, path: Path, summary: dict[str, Any] | None) -> R
     """
     settings, found = composed.config.run, RunDirectory(path)
     if summary is not None:
-        changes, status = composed.changes(found.config), summary.get("status")
+        changes, status = composed.changes(path / CONFIG), summary.get("status")
         done, resume = summary.get("steps"), settings.resume
         is_complete = isinstance(done, int) and done >= settings.steps and status == "completed"
         is_finished = is_complete or (status == "gave_up" and not changes)
@@ -151,7 +140,7 @@ def _opened(composed: Composed, path: Path, summary: dict[str, Any] | None) -> R
     if (launch := _launch()) is not None:  # so that its restarts are recognized, and can be waited for
         commit_text(path / endings.LAUNCH, launch + "\n")
     if not found.resumes:
-        commit_text(found.config, composed.yaml(path))
+        commit_text(path / CONFIG, composed.yaml(path))
         endings.begin(path, is_finished=False)
     elif fixed := [f"{key}: {how}" for key, how in found.changes.items() if key.startswith(FIXED)]:
         raise _refused(path, f"holds a run that cannot resume with another {'; '.join(fixed)}")
@@ -172,8 +161,6 @@ def _locked(path: Path) -> tuple[bool, DirectoryLock]:
         names = sorted(one.name for one in path.iterdir()) if is_new else []
         if unexpected := [name for name in names if name != LOCK and not is_left_over(name)]:
             why = f"holds files that are not a run ({', '.join(unexpected[:3])}): choose another directory"
-            if JOURNAL in unexpected:
-                why = f"holds a run whose {CONFIG} is missing: put it back, or choose another directory"
             raise ConfigError("run.dir", path, why)
         lock = DirectoryLock(path)
         sweep(path.resolve())
@@ -210,7 +197,6 @@ class _Session:
     tracker: Tracker = field(default_factory=Tracker)
     incident_log: IncidentLog = field(default_factory=lambda: IncidentLog(None))
     run: Run | None = None  # once it is resumed
-    started: float = field(default_factory=time.monotonic)
 
     def train(self, requests: StopRequests) -> None:
         composed, world, directory = self.composed, self.world, self.directory
@@ -226,7 +212,6 @@ class _Session:
         )
         watchdog = Watchdog(  # from before the first line of user code
             {Phase.START: settings.start_timeout, Phase.STEP: settings.step_timeout, Phase.SAVE: settings.save_timeout},
-            *(requests, settings.grace),
             lambda: self.run.guard.saving_since if self.run else None,
             self._end_hung,
         )
@@ -239,15 +224,13 @@ class _Session:
             try:
                 train(run)
                 watchdog.beat(Phase.SAVE)
-                step, left = run.guard.clock.step, run.guard.leave()
-                if run.guard.stopped and left is None:  # the newest verified state may be on disk already
-                    step, left = world.on_main(run.guard.leave_newest)
+                left = run.guard.leave()
             finally:
                 run.close()
             if run.guard.stopped:
                 stopped = f"stopped at step {run.guard.clock.step:,}, asked by {requests.by or 'another'}"
                 if left is None:
-                    raise TrainError(f"{stopped}: no state could be written, the run begins again at step {step:,}")
+                    raise TrainError(f"{stopped}: no state could be written")
                 raise Stopped(f"{stopped}: the state is in {left}")
             tensors = weights.gathered(run.bare_model, keep=world.is_main)
             if world.is_main:
@@ -267,60 +250,29 @@ class _Session:
         if directory.resumes and is_main:
             endings.begin(directory.path, is_finished=False)
             if directory.changes:
-                commit_text(directory.config, self.composed.yaml(directory.path))
+                commit_text(directory.path / CONFIG, self.composed.yaml(directory.path))
 
-    def _end_hung(self, hang: Hang) -> int:
-        """Log where the run hangs, save what can be saved, and return the exit code. The watchdog's thread calls it."""
-        world, directory, run = self.world, self.directory, self.run
+    def _end_hung(self, hang: Hang) -> None:
+        """Log where the run hangs, and save what can be saved. The watchdog's thread calls it."""
+        world, directory = self.world, self.directory
         place, is_theirs = _place_of(hang)
-        evidence = fact("hangs", phase=str(hang.phase), seconds=hang.seconds, where=place, asked=hang.stop_asked)
+        evidence = fact("hangs", phase=str(hang.phase), seconds=hang.seconds, where=place)
         # Rank 0 reports for the ranks that only wait for another; a rank that hangs in user code reports itself.
         level = logging.ERROR if world.is_main or is_theirs else logging.INFO
         log.log(level, "%s: the process ends; all stacks are in %s", say(evidence), directory.log(world.rank))
-        log.info("%s", hang.stacks, extra=IN_FILE_ONLY)
-        code = 1
-        if not hang.stop_asked:
-            if is_theirs and not world.is_main:
-                endings.note_failure(directory.path, world.rank, say(evidence), in_training=False)
-            if world.size > 1:
-                time.sleep(_FOR_OTHERS_S)  # rank 0 reads what others noted before it sees that they ended
-            if world.is_main and not is_theirs and (noted := endings.failure(directory.path)):
-                log.error("%s", noted)
-                evidence = fact("text", text=noted)
-            if run is not None:
-                run.guard.process.hung(evidence, in_update=hang.phase is Phase.STEP)
-            else:  # it hangs before it has resumed: the file `progress` still is the previous process's
-                last = position_of(directory.path)
-                anomaly = Anomaly(Signal.HANG, last.step + 1, last.tick, last.step, evidence)
-                hung = self.incident_log.open(anomaly, by_signal(anomaly), Decision((Action("end"),)))
-                self.incident_log.record_treatment(hung)
-        else:
-            why = self._failure_elsewhere(Stopped())  # reads files, so not before the stacks are logged
-            if why:
-                log.error("error: %s", why)
-                evidence = fact("text", text=why)
-            code = 75 if self._save_newest() and why is None else 1  # 75: the same command resumes
-            if run is not None and why != "":
-                run.guard.process.ends()
+        with open(directory.log(world.rank), "a", encoding="utf-8") as file:
+            faulthandler.dump_traceback(file)
+        if is_theirs and not world.is_main:
+            endings.note_failure(directory.path, world.rank, say(evidence), in_training=False)
+        if world.size > 1:
+            time.sleep(_FOR_OTHERS_S)  # rank 0 reads what others noted before it sees that they ended
+        if world.is_main and not is_theirs and (noted := endings.failure(directory.path)):
+            log.error("%s", noted)
+            evidence = fact("text", text=noted)
+        if self.run is not None:  # else the journal still is the previous process's
+            self.run.guard.process.hung(evidence, in_update=hang.phase is Phase.STEP)
         if world.is_main:
-            message = say(evidence, "; ")
-            summary = self._summary(Stopped(message) if code == Stopped.exit_code else TrainError(message))
-            write_summary(summary, directory.path)
-        return code
-
-    def _save_newest(self) -> bool:
-        """Let rank 0 write the newest verified state without waiting for the loop; False if that failed."""
-        if not self.world.is_main:
-            time.sleep(_FOR_OTHERS_S)  # rank 0 would fail when it loses this one
-        if self.run is None or not self.world.is_main or not self.run.guard.clock.step:
-            return True
-        step, path = self.run.guard.leave_newest()
-        if path is None:
-            log.error("no newer state could be written: the run begins again at step %s", f"{step:,}")
-        else:
-            onward = again(self.directory.path)
-            log.info("the state of step %s is in %s: %s from there", f"{step:,}", path, onward)
-        return path is not None
+            self._write(self._summary(TrainError(say(evidence, "; "))))
 
     def end(self, error: BaseException | None, requests: StopRequests) -> int:
         directory, run, is_main = self.directory, self.run, self.world.is_main
@@ -333,53 +285,41 @@ class _Session:
         if run is not None and why != "":  # else the journal still is the previous process's
             run.guard.process.ends()
         summary = self._summary(error)
-        if is_main:
-            self.incident_log.tell("end", summary=asdict(summary))
-        self.incident_log.close_sinks()
-        self.incident_log.close_files()
         if summary.weights_sha256 is not None:  # each rank logs its own
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
-        if error is None:
-            log.info("%s", completed(summary))
-        else:
+        if error is not None:
             _print_error(error, directory, self.world)
         if is_main:
-            if run is not None or not (directory.resumes and isinstance(error, ConfigError)):
-                write_summary(summary, directory.path)  # before the uploads, which take time
-            elif "WORLD_SIZE" in os.environ:  # the run is unchanged, but a launcher hides the exit code
-                endings.note_refusal(directory.path, error.exit_code, str(error))
-            has_ticks = run is not None and summary.ticks > 0
-            # A start that fails is shown like any other end; a wrong configuration, and what a person ended, is not.
-            if has_ticks or (error is not None and not isinstance(error, ConfigError | KeyboardInterrupt | Stopped)):
-                if has_ticks:
-                    print_review(directory.path, self.incident_log)
+            self._write(summary)
+            if run is not None:
                 requests.may_interrupt = True
-                try:
-                    finish_uploads(self.tracker, summary, directory.path)
-                finally:
-                    requests.may_interrupt = False
+                conclude(summary, self.incident_log, directory.path, self.tracker)
+        self.incident_log.close_sinks()
+        self.incident_log.close_files()
         if isinstance(error, KeyboardInterrupt):
             raise error
         return summary.exit_code
 
     def _summary(self, error: BaseException | None) -> Summary:
-        seconds = time.monotonic() - self.started
-        if self.run is None:  # no update was made: the counts are those of the previous process
-            last, before = position_of(self.directory.path), read_ending(self.directory.path, SUMMARY)
-            counts: dict[str, Any] = {"steps": last.step, "ticks": last.tick}
-            counts |= {name: value for name, value in (before or {}).items() if name in _KEPT}
-            counts |= status_of(RunFacts(error=error)).written()
-            return Summary(incidents=self.incident_log.tally(), seconds=round(seconds, 3), **counts)
+        if self.run is None:
+            return Summary(**status_of(RunFacts(error=error)).written())
         state = self.run.guard.state
         digests = (weights_sha256(state), state_sha256(state)) if error is None else None
-        return self.run.guard.reporter.summary(RunFacts(error=error, is_closed=True), seconds, digests)
+        return self.run.guard.reporter.summary(RunFacts(error=error, is_closed=True), digests)
+
+    def _write(self, summary: Summary) -> None:
+        """Write how the run ended. If it has not even resumed, the summary of the previous process stays."""
+        if self.run is not None or not self.directory.resumes:
+            write_end(summary, self.incident_log, self.directory.path)
+        elif summary.exit_code != 2 or "WORLD_SIZE" in os.environ:  # a launcher hides that it was refused
+            endings.note_refusal(self.directory.path, summary.exit_code, summary.why or "")
 
     def _failure_elsewhere(self, error: BaseException | None) -> str | None:
         """Return why another rank failed, which ends this one, or "" if it did not say; None if none has."""
         failure = endings.failure(self.directory.path)
         if isinstance(error, Stopped):  # by a launcher since another failed, or by a person or a scheduler
             has_agreed = self.run is not None and self.run.guard.stopped
-            has_failed = not has_agreed and bool(failure or has_lost_sibling())
+            has_failed = not has_agreed and failure != ""
         else:
             has_failed = error is not None and is_lost_peer(error)
         return failure if has_failed and self.world.size > 1 else None
@@ -390,10 +330,7 @@ def _place_of(hang: Hang) -> tuple[str, bool]:
     for frame in reversed(called_by_us(hang.frames)):
         if is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}", True
-    for frame in hang.frames:  # user code may run in a worker of the data loader
-        if frame.f_code.co_filename.endswith(_LOADER) and getattr(frame.f_locals.get("self"), "_workers", None):
-            return "no line of yours: it waits for a batch from the workers of the data loader", False
-    return "no line of yours", False
+    return "no line of yours: it waits for a library, or for a worker of the data loader", False
 
 
 def _already_finished(directory: RunDirectory, summary: dict[str, Any], world: World) -> int:
@@ -412,17 +349,13 @@ def _print_error(error: BaseException, directory: RunDirectory, world: World) ->
         return
     if isinstance(error, Stopped):
         log.info("%s; %s", error, again(directory.path))
-    elif isinstance(error, TrainError):
-        # Every rank finds the same mistake in a configuration, and the same differences; rank 0 reports for all.
-        is_of_all = isinstance(error, ConfigError | RanksDiffer | PeerEnded)
-        level = logging.ERROR if world.is_main or not is_of_all else logging.INFO
-        log.log(level, "error: %s", error, exc_info=error.__cause__)
-    elif isinstance(error, KeyboardInterrupt):
-        log.error("interrupted: %s from the newest checkpoint", again(directory.path))
-    else:
-        where = f" on rank {world.rank}" if world.size > 1 else ""
-        file = directory.log(world.rank)
-        log.error("error%s: %s; the traceback is in %s", where, in_one_line(error), file, exc_info=error)
+        return
+    # Every rank finds the same mistake in a configuration, and the same differences; rank 0 reports for all.
+    is_of_all = isinstance(error, ConfigError | RanksDiffer | PeerEnded)
+    level = logging.ERROR if world.is_main or not is_of_all else logging.INFO
+    where = f" on rank {world.rank}" if world.size > 1 and not is_of_all else ""
+    traceback_of = error.__cause__ if isinstance(error, TrainError) else error
+    log.log(level, "error%s: %s", where, short_message(error), exc_info=traceback_of)
 
 
 def _set_deterministic(enabled: bool) -> None:

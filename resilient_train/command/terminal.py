@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import logging
 import os
 import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 from resilient_train.ground.secrets import masked
 from resilient_train.ground.wording import log, printable
@@ -20,34 +18,23 @@ def print_line(line: str = "") -> None:
     print(printable(masked(line)).rstrip(), flush=True)
 
 
-_GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET)  # a pipe, a terminal, a device, a socket
-
-
 def survive_hangup() -> None:
-    """Let the process continue without its terminal, whatever prints meanwhile: this package, user code, a library."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
-            raw = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
-            lossy = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
-            setattr(sys, name, lossy)
+    """Let the process continue without its terminal: what is printed then, by whomever, is in train.log at most."""
+    terminals = [number for number in (1, 2) if os.isatty(number)]
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for descriptor in terminals:
+            _silence(descriptor)
+
     # A shell that ends sends SIGHUP to what it started. An elastic agent passes it on, and kills after half a minute.
     if "TORCHELASTIC_RUN_ID" not in os.environ and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, leave)
 
 
-class _Lossy(io.FileIO):
-    """Never fails, and writes to nowhere once its reader is gone, as do programs that only have its descriptor."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno in _GONE:  # a full disk may have room later
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, self.fileno())
-                os.close(null)
-            return len(data)
+def _silence(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
 
 
 class Terminal:
@@ -82,7 +69,10 @@ class _ToTerminal(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "in_file_only", False):
             stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
-            print(record.getMessage(), file=stream, flush=True)
+            try:
+                print(record.getMessage(), file=stream, flush=True)
+            except OSError:  # its reader is gone, or the disk is full
+                _silence(stream.fileno())
 
 
 class _ToFile(logging.FileHandler):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,18 +132,12 @@ class CheckpointKeeper:
         self.wait()
         return self._path_of(snapshot) or self._save_now(snapshot)
 
-    def save_newest(self) -> tuple[int, Path | None]:
-        """As `save_alone`, from another thread, of the newest verified snapshot. Returns the step to resume from and
-        its checkpoint; None if that is not the newest verified state.
-        """
-        snapshot = self._parts.ring.newest_verified()
-        is_saved = snapshot is None or self.save_alone(snapshot) is not None
-        usable = self._store.usable()
-        return (usable[0].step, usable[0].path if is_saved else None) if usable else (0, None)
-
-    def rescue(self) -> int:
-        """From another thread, while the loop hangs: save what can be saved, and return the step to resume from."""
-        return self.save_newest()[0] if self._writer.writing is None else self._begun[1]  # else the disk may hang
+    def rescue(self) -> tuple[int, Callable[[], object]]:
+        """From another thread, while the loop hangs: the steps that are lost, and a function that saves the others."""
+        snapshot = self._parts.ring.newest_verified()  # not from the disk, which may hang
+        if snapshot is None or not self._commits or self._is_sharded or self._writer.writing is not None:
+            return max(0, self._parts.clock.step - self._begun[1]), lambda: None
+        return self._parts.clock.step - max(snapshot.step, self._begun[1]), partial(self.save_alone, snapshot)
 
     def finish(self, effects: Mapping[str, Any], *, healthy: bool, damaged: bool = False) -> Path | None:
         """Write the present state: verified at a healthy end without damage, else a candidate. All ranks call this."""

@@ -39,7 +39,8 @@ class LostDevice(Extension, OnError):
         log.error("%s", said)
         try:
             run.ring.copier.give_up()
-            run.keeper.rescue()
+            _, write = run.keeper.rescue()
+            write()
             run.keeper.progress.stays()
         except Exception as failed:  # the error that the loop gets is the first one
             log.error("the newest verified state could not be written: %s", in_one_line(failed))

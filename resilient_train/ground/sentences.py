@@ -118,7 +118,7 @@ LEFT = {
 }
 
 RUN = {
-    "start_refused": "The last start was refused",
+    "start_refused": "The last start failed",
     "before_that": "{refused}. Before that, ",
     "axis": "the axis Step of the charts is the tick: attempted updates, lost ones included",
     "checkpoint": "{path} (step {step}<kind=candidate?, not yet verified>)",
@@ -191,7 +191,7 @@ EVIDENCE = {
     "row_failed": "row {row:id} cannot be fetched: {error}",
     "bad_batch": "the batch holds values that are not finite",
     "gradients_not_finite": "gradients that are not finite: {names:names} ({bad} of {count:weight})",
-    "hangs": "<asked?it was asked to stop, and >no {phase} was finished for {seconds:.0f} s; it hangs in {where}",
+    "hangs": "no {phase} was finished for {seconds:.0f} s; it hangs in {where}",
     "died": "the previous process died after step {step}<skipped?, and the one before that at the same samples: they are skipped>",
     "damaged": "{name} {why}",
     "not_written": "the checkpoint of step {step} could not be written: {why}",

@@ -425,10 +425,6 @@ class Guard(EngineGuard):
     def saving_since(self) -> float | None:
         return self._keeper.saving_since
 
-    def leave_newest(self) -> tuple[int, Path | None]:
-        """Write the newest verified state, from another thread; a path of None: the step is that of an older one."""
-        return self._keeper.save_newest()
-
     def batches_until(self, last: int, planned: int | None = None) -> Iterator[Any]:
         self._start()
         self._left = None

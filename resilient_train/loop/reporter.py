@@ -125,6 +125,11 @@ def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
     raise AssertionError
 
 
+def write_end(summary: Summary, incident_log: IncidentLog, run_dir: Path) -> None:
+    incident_log.tell("end", summary=asdict(summary))
+    write_summary(summary, run_dir)
+
+
 def write_summary(summary: Summary, run_dir: Path) -> None:
     try:
         commit_json(run_dir / SUMMARY, asdict(summary))
@@ -152,8 +157,12 @@ def print_review(run_dir: Path, history: RunHistory | None = None) -> None:
         log.info("%s", line)
 
 
-def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path) -> None:
-    """Upload the rest, print where MLflow shows the run, and note that in the summary."""
+def conclude(summary: Summary, incident_log: IncidentLog, run_dir: Path, tracker: Tracker) -> None:
+    """Print the review of a run, upload the rest, print where MLflow shows it, and note that in the summary."""
+    incident_log.close_files()
+    if summary.status == "completed":
+        log.info("%s", completed(summary))
+    print_review(run_dir, incident_log)
     if (run := tracker.finish()) is not None:
         if run["url"] is not None:
             log.info("%s", where_to_look(run["tracking_uri"], run["url"]))
@@ -244,7 +253,7 @@ class RunReporter:
 
     # At the end.
 
-    def summary(self, ended: RunFacts, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
+    def summary(self, ended: RunFacts, digests: tuple[str, str] | None = None) -> Summary:
         """Sum up the run at its end; `ended` says how the loop or the process ends."""
         incident_log, (weights, state) = self.place.incident_log, digests or (None, None)
         best = None
@@ -268,7 +277,7 @@ class RunReporter:
             best_level=None if best is None else {"from": best.start, "to": best.stop, "loss": best.level},
             eval=self.evaluated,
             incidents=incident_log.tally(),
-            seconds=round(seconds, 3),
+            seconds=round(time.monotonic() - self._began, 3),
             step_ms=1e3 * median(self._step_seconds) if self._step_seconds else None,
             weights_sha256=weights,
             state_sha256=state,
@@ -294,16 +303,16 @@ class RunReporter:
         is_lost = error is not None and is_lost_peer(error)
         if is_lost:
             ended = replace(ended, failure=endings.failure(place.directory))
-        self._ending = ending = self.summary(ended, time.monotonic() - self._began, digests)
-        self.place.incident_log.tell("end", summary=asdict(ending))
+        self._ending = ending = self.summary(ended, digests)
         if is_only_told:
+            place.incident_log.tell("end", summary=asdict(ending))
             total = ending.incidents["total"]
             log.info("%s", say(fact("unwritten", verdict=ending.verdict, steps=ending.steps, total=total)))
             return
         # Of a loss without an explanation, the progress stays as if this process was killed.
         if ended.failure or not (is_lost or is_lost_device(error)):
             self.progress.turned_to(Doing.ENDED)
-        write_summary(ending, self.directory)
+        write_end(ending, place.incident_log, self.directory)
 
     def fail(self, error: BaseException) -> None:
         self._finish(RunFacts(error=error))
@@ -319,11 +328,7 @@ class RunReporter:
         if self.place.lock is None or self._ending is None or self._is_over:
             return
         self._is_over = True
-        self.place.incident_log.close_files()
-        if self._ending.status == "completed":
-            log.info("%s", completed(self._ending))
-        print_review(self.directory, self.place.incident_log)
-        finish_uploads(self.tracker, self._ending, self.directory)
+        conclude(self._ending, self.place.incident_log, self.directory, self.tracker)
 
     def closed(self, error: BaseException | None, planned: int | None, *, is_writing: bool = False) -> None:
         """Report that the caller closed the loop, perhaps by an error; the directory is free unless it `is_writing`."""

@@ -50,9 +50,10 @@ class RunProcess:
         """From another thread: write down that the run hangs, and save what can be saved."""
         progress, step = self._keeper.progress, self._run.clock.step
         progress.turned_to(Doing.HUNG if in_update and progress.is_updating else Doing.ENDED)
-        lost = max(0, step - self._keeper.rescue())
+        lost, write = self._keeper.rescue()
         anomaly = Anomaly(Signal.HANG, step + 1, self._run.clock.tick, step, evidence)
         self._keeper.note_incident(anomaly, "end", steps_lost=lost)
+        write()
 
     def resume(self) -> bool:
         """Resume from the newest checkpoint that verifies; False if there is none."""

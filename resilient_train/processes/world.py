@@ -7,13 +7,11 @@ import gc
 import math
 import os
 import re
-import time
 import traceback
-import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,11 +27,11 @@ from accelerate.utils import (
     send_to_device,
 )
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.utils.checkpoint import checkpoint
 
 from resilient_train.core.tree import is_sharded, local_part, sharding_of
-from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of
+from resilient_train.ground.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of, unusable
 from resilient_train.ground.reader import AccelerateConfig
 from resilient_train.ground.wording import counted
 from resilient_train.processes import launch
@@ -73,7 +71,7 @@ def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
         why = "finds no blocks in this model: name their classes in accelerate.blocks"
         raise ConfigError("accelerate.activation_checkpointing", True, why)
     for block in found:
-        block.forward = _checkpointed(block.forward)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return f"activations of {counted(len(found), 'block')} are recomputed in the backward"
 
 
@@ -85,27 +83,12 @@ def blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     kinds = {type(one).__name__ for one in model.modules()}
     if names is not None and (unknown := sorted(classes - kinds)):
         raise ConfigError("accelerate.blocks", list(names), f"{unknown[0]} is no class of a module of this model")
-    found: dict[nn.Module, None] = {}  # a set in order
-
-    def look(module: nn.Module) -> None:
-        for child in module.children():
-            if type(child).__name__ in classes:
-                found[child] = None
-            else:
-                look(child)
-
-    look(model)
-    return list(found)
-
-
-def _checkpointed(forward: Any) -> Any:
-    @wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
-
-    return recomputed
+    found: list[nn.Module] = []
+    for module in model.modules():  # outer ones first
+        is_named = module is not model and type(module).__name__ in classes
+        if is_named and not any(module is inner for one in found for inner in one.modules()):
+            found.append(module)
+    return found
 
 
 _GONE = re.compile(  # gloo, NCCL and the store
@@ -174,18 +157,19 @@ class World:
         cpu = config.cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
         if not cpu:  # on a Mac processes cannot share the one device
             has_device = torch.accelerator.is_available() and not torch.backends.mps.is_available()
-            launch.refuse_devices(has_device=has_device, gpus=torch.cuda.device_count())
+            launched = os.environ.get("WORLD_SIZE", "1")
+            if launched != "1" and not has_device:
+                why = f"there is no GPU here, and without it each of the {launched} processes would be a separate run: "
+                raise ConfigError("accelerate.cpu", False, why + "accelerate.cpu=true trains on CPUs, as one run")
         limit_of_collectives = timedelta(seconds=limit) if limit else None
-        try:
-            join(cpu=cpu, patience=timedelta(seconds=start_timeout or _PATIENCE_S), limit=limit_of_collectives)
-            accelerator = Accelerator(
-                cpu=config.cpu,
-                mixed_precision=config.mixed_precision,
-                gradient_accumulation_steps=config.gradient_accumulation_steps,
-                kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=limit_of_collectives)],
-            )
-        except Exception as error:  # a rendezvous that fails, a device that is not there
-            raise TrainError(f"the processes of the run cannot be joined: {in_one_line(error)}") from error
+        patience = timedelta(seconds=start_timeout) if start_timeout else _PATIENCE
+        join(cpu=cpu, patience=patience, limit=limit_of_collectives)
+        accelerator = Accelerator(
+            cpu=config.cpu,
+            mixed_precision=config.mixed_precision,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=limit_of_collectives)],
+        )
         # `accelerate launch` sets its own number in the environment, which would silently take precedence.
         accelerator.gradient_accumulation_steps = config.gradient_accumulation_steps
         if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
@@ -205,12 +189,16 @@ class World:
     def mean_metrics(self, metrics: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
         """Average metrics over the ranks that have them. Waits for the device, with one read and one exchange."""
         values = [torch.as_tensor(value, dtype=torch.float32, device=self.device) for value in metrics.values()]
-        ranks = self.all_of(dict(zip(metrics, torch.stack(values).tolist() if values else [], strict=True)))
-        found = {name: [row[name] for row in ranks if name in row] for name in sorted(set().union(*ranks))}
-        return {name: sum(row) / len(row) for name, row in found.items()}  # nan of inf and -inf, where fmean raises
+        numbers = torch.stack(values).tolist() if values else []
+        return self.weighted_means({name: (one, 1.0) for name, one in zip(metrics, numbers, strict=True)})
 
-    def sum(self, vector: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.reduce(vector, "sum") if self.size > 1 else vector
+    def weighted_means(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """Divide sums by their weights, both added up over the ranks that have them: each may know other names."""
+        ranks, found = self.all_of(dict(sums)), dict[str, float]()
+        for name in sorted(set[str]().union(*ranks), key=lambda name: (name != "loss", name)):
+            total, weight = map(sum, zip(*(rank[name] for rank in ranks if name in rank), strict=True))
+            found[name] = total / weight if weight else math.nan
+        return found
 
     def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """Return the norm of sharded gradients: each rank sends one number, and no gradient is gathered."""
@@ -226,7 +214,7 @@ class World:
                 pairs = zip(spread.mesh.shape, spread.placements, strict=True)
                 holders = math.prod(size for size, placement in pairs if placement.is_replicate())
             squares += torch.linalg.vector_norm(share, dtype=wide).square() / holders
-        norm = self.sum(squares).sqrt()
+        norm: torch.Tensor = self.accelerator.reduce(squares, "sum").sqrt()
         return norm.float() if first.dtype in (torch.float16, torch.bfloat16) else norm.to(first.dtype)
 
     def gather(self, vector: torch.Tensor) -> torch.Tensor:
@@ -286,27 +274,25 @@ class World:
         return f"{processes} on {kind}, {self.accelerator.mixed_precision or 'no'} mixed precision"
 
 
-# Joining. An elastic agent keeps one store over all restarts, and in it what earlier processes left, such as their
-# addresses: later processes would connect to those, and fail or wait. Restart counts do not tell attempts apart: each
-# agent has its own count, and hosts that come and go are not counted. So rank 0 chooses a name for the attempt, and
-# answers each rank that asks with a word of its own; no earlier process can have answered that word. An agent ends all
-# its processes before it takes part in another attempt, so whoever answers belongs to this one.
-
-_PREFIX = "resilient_train"  # of our keys in the agent's store
-_CONNECT = timedelta(seconds=300)  # the agent's store is there before any of its processes
-_PAUSE_S = 0.05
-_PATIENCE_S = 1800.0
-_NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PATIENCE = timedelta(minutes=30)
+_NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def join(*, cpu: bool = False, patience: timedelta = timedelta(minutes=30), limit: timedelta | None = None) -> None:
+def join(*, cpu: bool = False, patience: timedelta = _PATIENCE, limit: timedelta | None = None) -> None:
     """Make the process group like Accelerate, but with a store for this attempt, unless that is left to Accelerate.
 
-    A training loop calls it before it makes its Accelerator, so that the processes of an agent's restart find each
-    other. `cpu` is that of the Accelerator; `patience` limits the wait for the others, `limit` every later collective.
+    An elastic agent keeps one store over all restarts, and in it the addresses of earlier processes: later ones would
+    connect to those, and fail or wait. A training loop calls this before it makes its Accelerator. `cpu` is that of the
+    Accelerator; `patience` limits the wait for the others, `limit` every later collective.
     """
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and all(one in os.environ for one in _NEEDED)
     if not has_agent or torch.distributed.is_initialized():
+        return
+    # Agents of several hosts have their own counts of restarts, and hosts that come and go are not counted.
+    if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            how = "the c10d rendezvous and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of each launcher"
+            raise unusable("--max-restarts", f"on several hosts this needs {how}")
         return
     on_gpu = not cpu and torch.cuda.is_available()
     if not (on_gpu or cpu) or (cpu and torch.distributed.is_mpi_available()):
@@ -315,44 +301,13 @@ def join(*, cpu: bool = False, patience: timedelta = timedelta(minutes=30), limi
     device = torch.device("cuda", local % torch.cuda.device_count()) if on_gpu else None
     if device is not None:
         torch.cuda.set_device(device)
-    agents = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
-    agents.set_timeout(patience)
-    store = PrefixStore(f"{_PREFIX}/{attempt_name(agents, rank, size, patience)}", agents)
+    agents = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, wait_for_workers=False, timeout=patience)
+    store = PrefixStore(f"resilient_train/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", agents)
     by = "gloo" if device is None else "nccl"
     torch.distributed.init_process_group(by, store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
 
 
-def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> str:
-    """Agree on a name that no earlier attempt had, through a store that all attempts share; wait until all ranks have,
-    by looking again and again: a wait in C, as for a key, would hear no request to stop.
-    """
-    deadline = time.monotonic() + patience.total_seconds()
-
-    def pause(missing: int) -> None:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{missing} of {size} processes have not come within {patience.total_seconds():.0f} s")
-        time.sleep(_PAUSE_S)
-
-    if rank == 0:
-        name = uuid.uuid4().hex
-    else:
-        word = uuid.uuid4().hex
-        agents.set(f"{_PREFIX}/asks/{rank}", word)
-        while not agents.check([f"{_PREFIX}/answer/{word}"]):
-            pause(missing=1)
-        name = agents.get(f"{_PREFIX}/answer/{word}").decode()
-        agents.add(f"{_PREFIX}/joined/{name}", 1)
-    while (joined := agents.add(f"{_PREFIX}/joined/{name}", 0)) < size - 1:
-        for other in range(1, size) if rank == 0 else ():
-            if agents.check([asks := f"{_PREFIX}/asks/{other}"]):  # if it is an earlier process's, it will ask again
-                agents.set(f"{_PREFIX}/answer/{agents.get(asks).decode()}", name)
-        pause(missing=size - 1 - joined)
-    return name
-
-
 def odd_ones(said: Sequence[Hashable]) -> tuple[int, ...]:
-    """Return the ranks that differ from most; all of them if no two agree, or two groups are the same size."""
-    (most, count), *others = Counter(said).most_common(2) if said else [(None, 0)]
-    if others and (count == 1 or others[0][1] == count):
-        return tuple(range(len(said)))
-    return tuple(rank for rank, one in enumerate(said) if one != most)
+    """Return the ranks that differ from more than half of them; all of them if no such majority agrees."""
+    agreed = {one for one, count in Counter(said).items() if 2 * count > len(said)}
+    return tuple(rank for rank, one in enumerate(said) if one not in agreed)

@@ -70,13 +70,13 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
 def test_a_refused_start_is_told_until_one_goes_well(nursery: Nursery, capsys: Said) -> None:
     """A launcher makes 1 of a 2, so what a wrong configuration was told stays in the directory that it meant."""
     run_dir, launched = nursery.place / "runs" / "kept", {"WORLD_SIZE": "1", "RANK": "0"}
-    command = [*MINE, "run.name=kept", "run.steps=5"]
+    command = [*MINE, "run.dir=runs/kept", "run.steps=5"]
     assert nursery.run(*command).code == 0
     for wrong in ("optimizer.lr=0.5", "optimizer.lrr=1"):
         assert nursery.run(*command, wrong, **launched).code == 2
         code, line = told(capsys, run_dir)
         assert code == 2
-        assert line.startswith("The last start was refused: ")
+        assert line.startswith("The last start failed: ")
         assert "optimizer.lr" in line
     assert nursery.run(*command).code == 0
     assert told(capsys, run_dir)[1].startswith("All is well: 5 steps; no incidents.")
@@ -168,7 +168,7 @@ def test_checkpoints_that_are_not_there(tmp_path: Path, capsys: Said) -> None:
 # ------------------------------------------------------------------------------------------------- ends of a process
 
 
-def test_a_request_while_everything_is_imported_ends_it_quietly(tmp_path: Path) -> None:
+def test_ctrl_c_while_everything_is_imported_ends_it_quietly(tmp_path: Path) -> None:
     """Nothing was begun, so there is nothing to say and nothing to leave: here something is imported for ever."""
     never_imported(tmp_path)
     process = subprocess.Popen([*COMMAND, *MINE], cwd=tmp_path, env=ENVIRONMENT, stdout=-1, stderr=-1)
@@ -177,7 +177,7 @@ def test_a_request_while_everything_is_imported_ends_it_quietly(tmp_path: Path) 
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=240)
-    assert (process.returncode, out, errors) == (75, b"", b"")
+    assert (process.returncode, out, errors) == (1, b"", b"")
     assert not (tmp_path / "runs").exists()
 
 

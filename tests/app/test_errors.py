@@ -43,12 +43,10 @@ REFUSED = [
     ("model._target_=broken.Net", "model._target_=broken.Net", "SyntaxError", "broken.py:1"),
     ("model._target_=needy.Net", "No module named 'not_installed_anywhere'"),
     ("model._target_=user_programs.nothing", "model._target_", "returned a list; expected a torch.nn.Module"),
-    ("model._target_=user_programs.frozen", "model._target_", "trainable"),
+    ("model._target_=user_programs.frozen", "optimizer._target_", "empty parameter list"),
     ("data.train._target_=user_programs.number", "data.train._target_", "int", "__len__"),
     ("data.train._target_=user_programs.Forgetful", "data.train._target_", "state_dict", "load_state_dict"),
     ("data.train._target_=user_programs.Counting data.num_workers=2", "Counting: an iterable", "use num_workers=0"),
-    ("data.eval._target_=user_programs.Counting", "data.eval._target_=user_programs.Counting", "rows with an index"),
-    ("objective._target_=user_programs.one_argument", "objective._target_", "(model, batch)"),
     ("objective._target_=user_programs.no_scalar", "objective._target_", "[32, 1]", "scalar"),
     ("objective._target_=user_programs.no_graph", "objective._target_", "graph"),
     ("objective._target_=user_programs.with_a_vector", "each", "[32]", "scalar"),
@@ -67,6 +65,7 @@ FAILS = [
     ("data.train._target_=user_programs.Rotten", "ValueError: row ", "is rotten", "user_programs.py"),
     ("data.train._target_=user_programs.Rotten data.num_workers=1", "ValueError: row ", "is rotten"),
     ("objective._target_=user_programs.leaves", "SystemExit", "user_programs.py"),
+    ("objective._target_=user_programs.one_argument", "TypeError: one_argument() takes 1 positional argument"),
 ]
 
 

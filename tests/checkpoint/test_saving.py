@@ -1,10 +1,9 @@
-"""What keeps a state from being saved: a slow disk, an error of the writer, a state that cannot be written, no time."""
+"""What keeps a state from being saved: a slow disk, an error of the writer, a state that cannot be written."""
 
 from __future__ import annotations
 
 import math
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -14,9 +13,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from group import Group
 from guarded import mse, often, sums
-from kills import Nursery, checkpoints, in_journal, incidents, left_overs, summary, taken_up_at
+from kills import Nursery, checkpoints, in_journal, incidents, left_overs, summary
 from torch import Tensor, nn
 
 from resilient_train.durable.manifest import WEIGHTS, Entry
@@ -26,11 +24,7 @@ from resilient_train.ground.reader import DiskConfig
 from resilient_train.loop.guard import Guard
 
 DIGITS = ["model=mlp", "data=digits", "objective=custom", "tracking=none", "run.log_every=100", "schedule=constant"]
-OFTEN = ["checkpoint.memory.every=10", "checkpoint.verify_after=5"]
 
-# ------------------------------------------------------------------------------------------------- the grace runs out
-
-STALLED = "stalled"
 _updates: list[int] = []  # that were begun in this process
 
 
@@ -38,96 +32,6 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     if model.training:
         _updates.append(1)
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def stall() -> None:
-    if not Path("go").exists():
-        Path(STALLED).touch()
-        time.sleep(600)
-
-
-def stalls_in_an_update(model: nn.Module, batch: Any) -> Tensor:
-    """On the last rank."""
-    if len(_updates) == 59 and os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1):
-        stall()
-    return loss_of(model, batch)
-
-
-def unhurried(fd: Any) -> None:
-    time.sleep(0.7)
-    _sync(fd)
-
-
-def stalls_in_an_evaluation(model: nn.Module, batch: Any) -> Tensor:
-    """On a disk on which what comes behind a save takes longer than a look."""
-    if not model.training and not Path("go").exists():
-        os.fsync = unhurried
-        stall()
-    return loss_of(model, batch)
-
-
-def asked(where: str, name: str, *more: str) -> list[str]:
-    own = [*DIGITS, *OFTEN, f"objective._target_=test_saving.stalls_in_{where}", f"run.dir={name}", "run.grace=1"]
-    return [*own, "run.steps=80", "run.eval_every=59", "checkpoint.disk.every=1000", *more]
-
-
-@pytest.fixture
-def place(nursery: Nursery) -> Path:
-    for name in ("go", STALLED):
-        (nursery.place / name).unlink(missing_ok=True)
-    return nursery.place
-
-
-def test_where_grace_runs_out_the_newest_proven_state_is_left(nursery: Nursery, place: Path) -> None:
-    """75 says that a state is on disk: nothing was there before, and the same command continues from it.
-
-    To save takes longer than a report may. The log says where it stood.
-    """
-    arguments, run_dir = asked("an_evaluation", "slow_disk"), place / "slow_disk"
-    started = nursery.start(*arguments)
-    assert started.until((place / STALLED).exists), started.output
-    started.strike(signal.SIGTERM)
-    assert started.wait(100) == 75, started.output
-    (step,) = checkpoints(run_dir)
-    assert checkpoints(run_dir) == {step: True}
-    assert step in (40, 50), "proven by five updates, one of which may not have been heard of"
-    assert f"the state of step {step} is in " in started.output
-    assert (summary(run_dir)["status"], summary(run_dir)["exit_code"]) == ("preempted", 75)
-    assert "it was asked to stop, and no step was finished" in started.output
-    assert "in stall\n    time.sleep(600)" in (run_dir / "train.log").read_text()
-    assert [
-        one for one in in_journal(run_dir, "incident_opened") if one["incident"]["anomaly"]["signal"] == "hang"
-    ] == []
-    (place / "go").touch()
-    again = nursery.run(*arguments)
-    assert again.code == 0, again.output
-    assert taken_up_at(run_dir) == [step]
-
-
-def test_where_no_state_can_be_left_it_is_no_end_on_request(nursery: Nursery, place: Path) -> None:
-    """A requeued job would begin again: 1, and the step that it begins at."""
-    started = nursery.start(*asked("an_update", "nowhere"))
-    assert started.until((place / STALLED).exists), started.output
-    (place / "nowhere/checkpoints").write_text("no directory")
-    started.strike(signal.SIGTERM)
-    assert started.wait(100) == 1, started.output
-    assert "the run begins again at step 0" in started.output
-    assert (summary(place / "nowhere")["status"], summary(place / "nowhere")["exit_code"]) == ("failed", 1)
-
-
-def test_one_of_several_ranks_that_stalls_takes_no_state_with_it(tmp_path: Path) -> None:
-    """The others wait for it in a collective: rank 0 leaves the state by itself."""
-    place = tmp_path / "place"
-    words = ["-m", "resilient_train", *asked("an_update", "two", "run.eval_every=0", "accelerate.cpu=true")]
-    with Group(place, 2, *words) as started:
-        started.until((place / STALLED).exists)
-        for rank in started.ranks:
-            rank.strike(signal.SIGTERM)
-        done = started.wait()
-    assert done.codes == [75, 75], done
-    (step,) = checkpoints(place / "two")
-    assert step in (40, 50)
-    assert summary(place / "two")["exit_code"] == 75
 
 
 # ------------------------------------------------------------------------------------------------------- a slow disk

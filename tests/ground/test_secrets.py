@@ -160,17 +160,10 @@ def test_a_sweep_gives_no_secret_away(here: Path, run_command: command) -> None:
     assert not found_in(here, outcome.stdout, outcome.stderr)
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        ("--cfg job", 0, "user:***@host"),
-        ("run.steps=${oc.env:NOPE}", 2, "'NOPE' not found\" full_key: run.steps"),
-    ],
-)
-def test_a_question_is_not_answered_with_secrets(words: str, code: int, said: str, run_command: command) -> None:
-    """Hydra would print all overrides as they are."""
+def test_a_mistake_is_not_answered_with_secrets(run_command: command) -> None:
+    """Hydra would print all overrides as they are. (It does so where it is asked to, by `--cfg`.)"""
     secret = ["tracking.uri=http://user:s3cr3tpass@host", "+data.train.token=hf_inconfiguration"]
-    outcome = run_command([*words.split(), *secret])
-    assert outcome.code == code
-    assert said in outcome.stdout + outcome.stderr
+    outcome = run_command(["run.steps=${oc.env:NOPE}", *secret])
+    assert outcome.code == 2
+    assert "'NOPE' not found\" full_key: run.steps" in outcome.stdout + outcome.stderr
     assert not [one for one in SECRETS if one in outcome.stdout + outcome.stderr]

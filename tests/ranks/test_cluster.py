@@ -27,10 +27,9 @@ from fork_server import ENVIRONMENT
 from kills import checkpoints, stand, summary
 from paused_run import held_at
 
-from resilient_train.command import command, status
-from resilient_train.command.config.compose import load, parse
+from resilient_train.command import status
+from resilient_train.command.config.compose import load
 from resilient_train.durable.lock import DirectoryLock
-from resilient_train.ground.errors import ConfigError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SBATCH = SCRIPTS / "slurm.sbatch"
@@ -200,7 +199,7 @@ def test_each_node_gets_an_agent_of_the_same_group(cluster: Cluster) -> None:
     assert "--rdzv-conf=is_host=0" in second
     assert {*first} ^ {*second} == {"0", "1", "--rdzv-conf=is_host=1", "--rdzv-conf=is_host=0"}
     assert {"--nnodes=2:2", "--rdzv-endpoint=node0:11234", "model=gpt", "+model.note=two words"} <= {*first}
-    assert first[-2:] == [f"run.dir={cluster.run_dir}", "run.grace=50"]
+    assert first[-1] == f"run.dir={cluster.run_dir}"
     assert int(first[1]) > 50, "agents wait for as long as the run may take"
 
 
@@ -222,13 +221,12 @@ def test_a_request_to_stop_reaches_the_run(number: signal.Signals, is_requeued: 
 
 
 def test_the_times_fit_together() -> None:
-    """The early signal leaves time for the grace, and SLURM may send it a minute sooner or later."""
+    """The early signal leaves time for the last update, and SLURM may send it a minute sooner or later."""
     text = SBATCH.read_text()
-    grace, patience = load().config.run.grace, int(re.findall(r"GRACE \+ (\d+)\)", text)[0])
-    assert int(re.findall(r"GRACE:-(\d+)", text)[0]) == grace
+    patience = int(re.findall(r"GRACE \+ (\d+)\)", text)[0])
+    grace = int(re.findall(r"GRACE:-(\d+)", text)[0])
     assert int(re.findall(r"--signal=B:USR1@(\d+)", text)[0]) >= grace + patience + 60
     own = {one["name"]: one["value"] for one in POD["env"]}
-    assert int(own["GRACE"]) == grace
     assert grace < int(own["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod_spec(JOB)["terminationGracePeriodSeconds"] - 10
 
 
@@ -279,7 +277,7 @@ def test_a_pod_ends_as_the_run_did(run: str, code: int, cluster: Cluster) -> Non
     assert started.returncode == code, said
     (agent,) = cluster.agents
     assert {"--rdzv-conf=is_host=0", "--rdzv-endpoint=resilient-node-0-0.resilient:29400"} <= {*agent}
-    assert agent[-4:] == [*POD["args"][2:], f"run.dir={cluster.run_dir}", "run.grace=25"]
+    assert agent[-3:] == [*POD["args"][2:], f"run.dir={cluster.run_dir}"]
 
 
 def test_a_pod_that_is_deleted_hands_the_request_on(cluster: Cluster) -> None:
@@ -301,16 +299,13 @@ def test_the_manifests_overrides_are_valid() -> None:
 # --------------------------------------------------------------------------------------------------------- sweeps
 
 
-@pytest.mark.parametrize("words", [["--multirun"], ["-m"], ["--multi"]])
-def test_every_way_to_ask_for_a_sweep_is_known(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a launcher, of one process too; without one nothing is in its way."""
-    monkeypatch.setattr(sys, "argv", ["resilient_train"])
-    monkeypatch.setattr(command, "_job", lambda: None)
-    command._answer(parse([*words, "run.seed=0,1"]))
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    command._answer(parse(["model=mlp", "run.name=-m"]))
-    with pytest.raises(ConfigError, match=r"^--multirun: a launcher's processes make one run"):
-        command._answer(parse([*words, "run.seed=0,1"]))
+def test_a_sweep_is_refused_under_a_launcher(cluster: Cluster) -> None:
+    """Of one process too: each process would make all of its runs."""
+    words = ["-m", "resilient_train", "--multirun", *DIGITS, "run.seed=0,1"]
+    with cluster.start(sys.executable, *words, WORLD_SIZE="1", RANK="0") as started:
+        said, _ = started.communicate(timeout=240)
+    assert started.returncode == 2, said
+    assert "error: --multirun: a launcher's processes make one run" in said
 
 
 def test_jobs_of_a_sweep_that_run_elsewhere_are_not_forgotten(cluster: Cluster) -> None:

@@ -15,8 +15,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from resilient_train import Guard
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.reader import AccelerateConfig
-from resilient_train.processes.launch import refuse_devices, refuse_what_is_not_supported
-from resilient_train.processes.world import World
+from resilient_train.processes.launch import refuse_what_is_not_supported
+from resilient_train.processes.world import World, join
 
 PLAIN = AccelerateConfig(False, False, {}, False, False, None, None, 1)
 
@@ -53,12 +53,16 @@ def test_processes_that_would_each_be_a_run_of_their_own_are_refused(monkeypatch
         World.joined(PLAIN)
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL says so in many lines, and Accelerate deals GPUs out twice without a word."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    refuse_devices(has_device=True, gpus=4)
-    with pytest.raises(ConfigError, match="4 processes to a host were launched, and there are 2 GPUs"):
-        refuse_devices(has_device=True, gpus=2)
+def test_restarts_of_several_hosts_need_a_store_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    agent = {"WORLD_SIZE": "2", "MASTER_ADDR": "first", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in agent.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"--max-restarts: .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        join(cpu=True)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    join(cpu=True)
 
 
 # ---------------------------------------------------------------------------------------------------- in one's own loop

@@ -34,7 +34,6 @@ class RunConfig:
     start_timeout: float = limited(at_least=0)
     step_timeout: float = limited(at_least=0)
     save_timeout: float = limited(at_least=0)
-    grace: float = limited(above=0)
 
 
 @dataclass

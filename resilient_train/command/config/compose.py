@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from resilient_train import __version__
-from resilient_train.command import VERBS
 from resilient_train.command.config import CONF, Config
 from resilient_train.durable.endings import CONFIG
 from resilient_train.ground import reader
@@ -33,33 +28,6 @@ from resilient_train.ground.reader import no_such
 from resilient_train.ground.secrets import masked_tree
 
 VERSION_BASE = "1.3"
-
-
-class _Parser(argparse.ArgumentParser):
-    """Hydra's own parser, which raises ConfigError instead of printing its usage, and answers --version for us."""
-
-    def __init__(self) -> None:
-        super().__init__(parents=[get_args_parser()], add_help=False)
-        for action in self._actions:
-            if isinstance(action, argparse._VersionAction):
-                action.version = f"resilient_train {__version__}, torch {version('torch')}"  # without importing torch
-
-    def error(self, message: str) -> NoReturn:
-        raise unusable("command line", f"{message}; a setting has no dashes: key=value, --help shows every key")
-
-
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line. `words` of the result are as Hydra's main function accepts them: options come first."""
-    parser = _Parser()
-    given = parser.parse_intermixed_args(words)
-    options = []
-    for action in parser._actions:
-        value = getattr(given, action.dest, None)
-        if action.option_strings and value not in (None, False):
-            name = action.option_strings[0]
-            options.append(name if value is True else f"{name}={value}")
-    given.words = [*options, *given.overrides]
-    return given
 
 
 def composed_raw(overrides: Sequence[str]) -> DictConfig:
@@ -80,10 +48,10 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
         return unusable("configuration", f"a file cannot be read: {' '.join(text_of(error).split())}")
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return TrainError(in_one_line(error))
-    text = text_of(error)
     if isinstance(error, OverrideParseException):
-        hint = "quote special characters: 'key=\"a[b]\"'"
-        return unusable(error.override, f"neither a verb ({', '.join(VERBS)}) nor key=value; {hint}")
+        why = "neither a verb nor key=value; quote special characters: 'key=\"a[b]\"'"
+        return unusable(error.override, why)
+    text = text_of(error)
     no_option = r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)"
     if missing := re.search(no_option, text, re.DOTALL):
         group, _, option = missing[1].rpartition("/")
@@ -101,33 +69,21 @@ def values_of(overrides: Sequence[str]) -> dict[str, str]:
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
     """Suggest what a misspelt key may mean, among the keys of the options that the command line chooses."""
-    groups = sorted(one.name for one in CONF.iterdir() if one.is_dir())
-    chosen = [one for one in overrides if one.partition("=")[0] in {*groups} - {key}]
+    names = [one.partition("=")[0] for one in overrides]
+    chosen = [one for one, name in zip(overrides, names, strict=True) if "." not in name and name != key]
     parent, _, name = key.rpartition(".")
-    value, node = values_of(overrides).get(key, ...), DictConfig({})
+    known: list[str] = []
     with suppress(TrainError, OmegaConfBaseException):  # without them only a hint is missing
         root = composed_raw(chosen)
         node = OmegaConf.select(root, parent) if parent else root
-    if not isinstance(node, DictConfig):
-        return ConfigError(key, value, f"no such key; {parent} has no keys of its own, +{key}=... adds one")
-    known = [str(one) for one in node if one != "hydra"]
-    if not parent:  # groups that have no node unless one of their options is chosen, such as experiment
-        known += [group for group in groups if group not in known]
+        known = [str(one) for one in node if one != "hydra"] if isinstance(node, DictConfig) else []
     hint = f"+{key}=... adds an argument of its _target_" if "_target_" in known else ""
-    return no_such("key", name, known, at=key, value=value, hint=hint)
+    return no_such("key", name, known, at=key, value=values_of(overrides).get(key, ...), hint=hint)
 
 
 Node = Mapping[str, Any]
 
 _HYDRAS_OWN = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
-
-
-def parameters(target: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a callable; of a built-in without a signature, that it takes any."""
-    try:
-        return inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return {"any": inspect.Parameter("any", inspect.Parameter.VAR_KEYWORD)}
 
 
 def check_target(key: str, node: Node, *, given: int = 0) -> Any:
@@ -136,7 +92,7 @@ def check_target(key: str, node: Node, *, given: int = 0) -> Any:
     target = reader.find(f"{key}._target_", path)
     if not callable(target):
         raise ConfigError(f"{key}._target_", path, f"is a {type(target).__name__}, not a class or function")
-    known = parameters(target)
+    known = inspect.signature(target).parameters
     of = target.__init__ if inspect.isclass(target) else target if inspect.isroutine(target) else type(target).__call__
     hints = reader.hints(of)
     takes_any = any(one.kind is one.VAR_KEYWORD for one in known.values())
@@ -152,10 +108,6 @@ def check_target(key: str, node: Node, *, given: int = 0) -> Any:
         elif name not in _HYDRAS_OWN and not takes_any:
             takes = f"it takes {', '.join(free) or 'no arguments'}"
             raise ConfigError(f"{key}.{name}", value, f"{path} has no such argument; {takes}")
-    missing = [name for name, one in free.items() if one.default is one.empty and name not in node]
-    if missing and not node.get("_partial_") and "_args_" not in node:
-        why = f"lacks the argument {' and '.join(missing)}: give it with +{key}.{missing[0]}=..."
-        raise ConfigError(f"{key}._target_", path, why)
     return target
 
 
