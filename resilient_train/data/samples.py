@@ -145,11 +145,6 @@ class Samples(ABC):
         places = [at for at in range(start, stop) if self.skipped.end_at(at) == at]
         return tuple(sorted({key.row for at in places for key in self.stream.take(at, 1).keys}))
 
-    def have_passed(self, keys: Sequence[Key]) -> bool:
-        """Whether all of these rows came in an earlier epoch, and were not skipped with their update there."""
-        left_out = {key.row for span in self.skipped.spans for key in self.stream.keys(*span)}
-        return all(key.epoch > 0 and key.row not in left_out for key in keys)
-
     def keys_at(self, start: int) -> list[Sequence[Key]]:
         return self.slicing.of_this_rank(self.stream.take(start, self.slicing.samples).keys)
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from resilient_train.extensions.diagnosis import of_state
 from resilient_train.extensions.diagnosis.rows import far_above, guilty, nonfinite_fields, outlying_fields, usual_sizes
 from resilient_train.extensions.diagnosis.verdict import (
-    NOT_AT_ZERO,
     Observations,
     climbed,
     of_error,
@@ -34,8 +33,8 @@ def culprit(op: str, *inputs: Mapping[str, Any]) -> Culprit:
     return Culprit("forward", op, "net.head", "/home/me/losses.py", 41, inputs)
 
 
-def values(low: float, high: float, *, zeros: int = 0, smallest: float = 1e-3) -> dict[str, Any]:
-    held = {"min": low, "max": high, "zeros": zeros, "smallest": smallest}
+def values(low: float, high: float, smallest: float = 1e-3) -> dict[str, Any]:
+    held = {"min": low, "max": high, "smallest": smallest}
     return {"shape": [8], "dtype": "float32", "nonfinite": 0, **held}
 
 
@@ -43,7 +42,7 @@ AGAIN = Observations(reproduced=True)
 EVERYWHERE = Observations(reproduced=True, everywhere=True, is_compared=True)
 ONLY_HERE = Observations(reproduced=True, is_compared=True)
 ODD = {4: fact("text", text="[1] is 1e+30")}
-UNIT, ZEROS, HUGE, LOGS = values(0, 1), values(0, 1, zeros=3), values(-1e30, 1e30), values(-9, 0)
+UNIT, ZEROS, HUGE, LOGS = values(0, 1), values(0, 1, 0.0), values(-1e30, 1e30), values(-9, 0)
 
 
 def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", seen: Observations = AGAIN, **more: Any) -> Any:
@@ -53,19 +52,19 @@ def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", seen: Observat
 @pytest.mark.parametrize(
     ("seen", "climb", "cause", "said"),
     [
-        (broke("log", ZEROS), 1, Cause.OPERATION, "3 elements"),
-        (broke("pow", values(-3, 2), kind="nan"), 1, Cause.OPERATION, "-3"),
+        (broke("log", ZEROS), 1, Cause.OPERATION, "infinite at 0"),
+        (broke("pow", values(-3, 2), kind="nan"), 1, Cause.OPERATION, "negative base"),
         # The slope of a fractional power at 0, next to values above 1.
-        (broke("pow", values(0, 50, zeros=2)), 1, Cause.OPERATION, "2 elements equal to 0"),
-        (broke("pow", values(0, 1e25, zeros=2)), 1, Cause.OVERFLOW, "1e+25"),
+        (broke("pow", values(0, 50, 0.0)), 1, Cause.OPERATION, "steep, at 0"),
+        (broke("pow", values(0, 1e25, 0.0)), 1, Cause.OVERFLOW, "wider type"),
         # The slope of 1 / (1 + exp(-x)): NaN, because exp overflows.
-        (broke("exp", values(-310, 95), kind="nan"), 1, Cause.OVERFLOW, "of values up to 95"),
+        (broke("exp", values(-310, 95), kind="nan"), 1, Cause.OVERFLOW, "wider type"),
         (broke("linalg_det", values(-9, 90)), 1, Cause.OVERFLOW, "wider type"),
         (broke("linalg_inv", UNIT), 1, Cause.OPERATION, "identity"),
         (broke("ctc_loss", LOGS, seen=EVERYWHERE), 1, Cause.OPERATION, "empty, too long"),
         (broke("mul", HUGE, seen=ONLY_HERE, rows=(4,)), 1e5, Cause.OVERFLOW, "row 4"),
         # An ordinary row that a singular operation meets.
-        (broke("sqrt", values(0, 1, zeros=1), rows=(7,)), 1, Cause.OPERATION, "1 element equal to 0"),
+        (broke("sqrt", ZEROS, rows=(7,)), 1, Cause.OPERATION, "Seen with row 7."),
     ],
 )
 def test_what_an_operation_met(seen: Observations, climb: float, cause: Cause, said: str) -> None:
@@ -87,7 +86,6 @@ OF_NONFINITE: list[tuple[str, Any, str, dict[str, Any], str]] = [
     ("climbed", replace(AGAIN, climb=1e5), "explosion", {"is_compared": True}, "reproducible"),
     ("climbed", broke("mul", HUGE, climb=1e5), "explosion", {"climb": 9.0}, "overflows"),
     ("every_batch_breaks", broke("mul", HUGE, seen=EVERYWHERE, landed=9), "explosion", {"landed": 0}, "overflows"),
-    ("gradient_too_large", replace(ROW, size=1e25), "overflow rows", {"size": 1e3}, "rows_fail"),
     ("ordinary_rows", replace(ROW, climb=1e5), "unknown suspects", {"climb": 9.0}, "rows_fail"),
     ("rows_fail", ROW, "unknown rows", {"rows": ()}, "reproducible"),
     ("reproducible", replace(AGAIN, failure=fact("text", text="it cannot")), "unknown", {"climb": 1e5}, "climbed"),
@@ -133,7 +131,7 @@ def test_what_is_said(explain: Any, says: str, seen: Any, blamed: str, differs: 
     assert {one["fact"] for one in found.advice} <= SENTENCES.keys()
 
 
-LOOP, LARGE = values(-5, 5, zeros=800), values(-1e9, 1e9)
+LOOP, LARGE = values(-5, 5, 0.0), values(-1e9, 1e9)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +152,8 @@ LOOP, LARGE = values(-5, 5, zeros=800), values(-1e9, 1e9)
         # Where every batch breaks after the loss has leaped, the line is one of many that do.
         (broke("layer_norm", LARGE, seen=EVERYWHERE, kind="nan"), 1e6, 9, Cause.EXPLOSION),
         (broke("layer_norm", LARGE, seen=EVERYWHERE, kind="nan"), 1e3, 9, Cause.OPERATION),
-        # Near a pole losses are large before one is infinite, but not so large at once in every batch.
+        # Near a pole losses are large before one is infinite.
         (broke("div", LARGE, seen=EVERYWHERE, kind="nan"), 1e18, 9, Cause.OPERATION),
-        (broke("div", values(-1, 1), seen=EVERYWHERE), 1e18, 2, Cause.EXPLOSION),
     ],
 )
 def test_a_line_is_not_blamed_where_the_weights_have_led_it_there(
@@ -274,7 +271,6 @@ def test_an_epsilon_that_its_type_cannot_hold() -> None:
 
 def test_every_singular_operation_has_advice() -> None:
     for op in SINGULAR:
-        (found,) = on_operation(culprit(op, values(0, 1, zeros=32)))
+        (found,) = on_operation(culprit(op, ZEROS))
         assert (found["fact"], found["family"]) == ("singular", op)
-        assert ("zeros" in found) == (op not in NOT_AT_ZERO)
         assert say([found]).startswith(f"`{op}` at losses.py:41 ")

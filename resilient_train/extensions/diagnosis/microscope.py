@@ -33,7 +33,6 @@ from resilient_train.parts.code_lines import CALLERS, Line, is_users, line_of, u
 
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
 _ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "data")  # that run operations
-_LEAVES_TORCH = ("item", "tolist", "numpy", "__float__", "__int__", "__index__", "__complex__", "__array__")
 _IN_TRACEBACK = re.compile(r'File "(.+)", line (\d+), in ')
 
 
@@ -67,21 +66,15 @@ class Origin:
 
 
 class Microscope(TorchFunctionMode):
-    """Enter it around forward and backward; its public attributes are what it saw.
+    """Enter it around forward and backward; `origin` is what it saw."""
 
-    Keeping all inputs would double activations: a second replay looks at those of the guilty call, number `look_at`.
-    """
-
-    def __init__(
-        self, model: nn.Module, is_patched: Callable[[str, int, str], bool], look_at: int | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, is_patched: Callable[[str, int, str], bool]) -> None:
         super().__init__()
         self.of_loss: Origin | None = None  # of the value that made the loss what it is
         self.backward: Origin | None = None  # the first one in backward
         self.of_error: Origin | None = None  # of the exception that ended forward or backward
-        self.inputs: tuple[Mapping[str, Any], ...] = ()  # of the call number `look_at`
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._look_at, self._calls, self._is_patched = look_at, 0, is_patched
+        self._calls, self._is_patched = 0, is_patched
         # By memory, what is not finite and its origin, None if it came with the batch or the weights. The newest
         # tensor of those that share it is kept, as memory is reused.
         self._origins: dict[int, tuple[Tensor, Origin | None]] = {}
@@ -91,15 +84,14 @@ class Microscope(TorchFunctionMode):
         self._losses: list[Tensor] = []
         self._of_repaired = WeakIdKeyDictionary()  # by tensor: what broke in a patch on the way to it
         self._raised: tuple[BaseException, Origin] | None = None  # the newest exception of an operation
-        self._of_batch = WeakIdKeyDictionary()  # tensors of the batch, and those that were made of these alone
-        self._is_mixed = False  # what else the program holds may have come into those: a number, or a write in place
+        self._of_batch = WeakIdKeyDictionary()  # by tensor: whether it came with the batch, or was made of such alone
         self._keep_lines: Any = None
         self._came_with([*model.parameters(), *model.buffers()])
 
     def knows(self, batch: Any) -> None:
         """Note what comes with a batch: what is not finite there is the fault of no operation."""
         tensors = [one for one in leaves(batch) if isinstance(one, Tensor)]
-        self._of_batch, self._is_mixed = WeakIdKeyDictionary(dict.fromkeys(tensors, True)), False
+        self._of_batch = WeakIdKeyDictionary(dict.fromkeys(tensors, True))
         self._came_with(tensors)
 
     def _came_with(self, tensors: list[Tensor]) -> None:
@@ -135,13 +127,11 @@ class Microscope(TorchFunctionMode):
         inputs = floating(arguments)
         was = [kinds_of(one) for one in inputs] if in_place else []
         tensors = [one for one in leaves(arguments) if isinstance(one, Tensor)]
-        is_of_data = bool(tensors) and all(one in self._of_batch for one in tensors) and not self._is_mixed
-        written = args[0] if in_place and args else kwargs.get("out")
-        self._is_mixed |= not is_of_data and (name in _LEAVES_TORCH or written in self._of_batch)
+        is_of_data = bool(tensors) and all(self._of_batch.get(one) for one in tensors)
         call = Origin(op_name(name), user_line(self._names), self._calls, is_of_data, after=self._made_up(tensors))
         self._calls += 1
-        if call.call == self._look_at:
-            self.inputs = statistics(inputs)
+        if in_place:
+            call = replace(call, inputs=statistics(inputs))
         outer, is_slope = self.backward, func is torch.autograd.grad
         if is_slope:
             self.backward = None
@@ -152,11 +142,12 @@ class Microscope(TorchFunctionMode):
             raise
         with torch._C.DisableTorchFunction():
             outputs = floating(args[:1] if in_place and result is None else result)
-            if is_of_data and not is_random(call.op):
-                self._of_batch.update({one: True for one in leaves(result) if isinstance(one, Tensor)})
+            if outputs and not in_place:
+                call = replace(call, inputs=statistics(inputs))
+            returned = [one for one in leaves(outputs if result is None else result) if isinstance(one, Tensor)]
+            self._of_batch.update(dict.fromkeys(returned, is_of_data and not is_random(call.op)))
             if call.after is not None:
-                returned = outputs if result is None else leaves(result)
-                self._of_repaired.update({one: call.after for one in returned if isinstance(one, Tensor)})
+                self._of_repaired.update(dict.fromkeys(returned, call.after))
             for output in outputs:
                 if not (kinds := kinds_of(output)):
                     continue
@@ -170,6 +161,11 @@ class Microscope(TorchFunctionMode):
         if is_slope:
             self.backward, self._has_spread = outer, False
         return result
+
+    @property
+    def origin(self) -> Origin | None:
+        """The culprit. Where a loss is not finite no gradient can be, and backward says nothing about the cause."""
+        return self.of_error or (self.of_loss if broken(self._losses) else self.backward)
 
     def judge(self, loss: Tensor) -> None:
         """Find the origin of a loss that is not finite, and watch what is left of the graph."""
@@ -207,7 +203,7 @@ class Microscope(TorchFunctionMode):
         given = kinds_of_numbers(arguments)
         if made.kind in given or (made.kind == "inf" and given) or made.op in _UNFILLED:
             return replace(made, was_given=True, is_of_data=False)
-        return replace(made, inputs=() if was else statistics(inputs))
+        return made
 
     def _first(self, tensors: Iterable[Tensor]) -> Origin | None:
         """The earliest origin of tensors; what was given counts only if nothing else does."""
@@ -235,19 +231,14 @@ class Microscope(TorchFunctionMode):
         return min(known, key=lambda one: one.call, default=None)
 
     def _run_backward(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: None = None,
+        self, loss: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
     ) -> None:
         """Run backward under the microscope, too: hooks run in it, and reentrant checkpoints compute again."""
-        gradient = torch.ones_like(loss) if gradient is None else gradient
+        slope = torch.ones_like(loss) if gradient is None else gradient
         keeps = create_graph if retain_graph is None else retain_graph
         super().__enter__()  # type: ignore[no-untyped-call]
         try:  # what `loss.backward` ends in: called by that name it would come back here
-            _engine_run_backward((loss,), (gradient,), keeps, create_graph, (), True, accumulate_grad=True)
+            _engine_run_backward((loss,), (slope,), keeps, create_graph, (), True, accumulate_grad=True)
         finally:
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -373,25 +364,15 @@ def statistics(tensors: Sequence[Tensor]) -> tuple[Mapping[str, Any], ...]:
 
 @_unwatched()
 def range_of(tensor: Tensor) -> dict[str, Any]:
-    """Shape, type and range of the finite elements of a tensor. Waits for the device."""
+    """Shape, type and range of the finite elements of a tensor, and the smallest magnitude. Waits for the device."""
     values = _values(tensor).detach()
     if values.is_complex():
         values = values.abs()
-    finite = values[values.isfinite()].double()
-    one: dict[str, Any] = {
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "nonfinite": values.numel() - finite.numel(),
-    }
+    finite = values[values.isfinite()]
+    one = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    one["nonfinite"] = values.numel() - finite.numel()
     if finite.numel():
-        sizes = finite.abs()
-        nonzero = sizes[sizes > 0]
-        one |= {
-            "min": finite.min().item(),
-            "max": finite.max().item(),
-            "zeros": finite.numel() - nonzero.numel(),
-            "smallest": nonzero.min().item() if nonzero.numel() else 0.0,
-        }
+        one |= {"min": finite.min().item(), "max": finite.max().item(), "smallest": finite.abs().min().item()}
     return one
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from resilient_train.core import randomness
 from resilient_train.core.mark import Marks
 from resilient_train.core.randomness import Seeds
-from resilient_train.core.tree import is_sharded, local_part
+from resilient_train.core.tree import is_sharded
 from resilient_train.data.trees import rebuilt
 from resilient_train.extensions.diagnosis.microscope import Microscope, Origin
 from resilient_train.ground.errors import in_one_line
-from resilient_train.ground.types import Facts
+from resilient_train.ground.types import Facts, fact
 from resilient_train.parts.code_lines import CALLERS
 from resilient_train.parts.modes import Attributes, Saved
 
@@ -33,7 +33,6 @@ class Replayed:
 
     loss: float
     norm: float  # in doubles, so that it is finite wherever the gradient is
-    by_layer: dict[str, float]  # the norm of each weight's gradient
     origin: Origin | None = None  # under the microscope: the operation that broke first
     raised: str = ""  # the exception that ended it, in one line; then loss and norm are NaN
     failure: Facts = ()  # why nothing could be measured; then the loss is NaN
@@ -66,14 +65,11 @@ class Replay:
         frozen = [weight for weight in self._bare.parameters() if not weight.requires_grad]
         self._versions = [(weight, weight._version) for weight in frozen]
 
-    def of(
-        self,
-        batches: Sequence[Any],
-        start: int,
-        attributes: Saved = (),
-        microscope: Microscope | None = None,
-    ) -> Replayed:
-        """Replay the update at position `start` with these batches, beginning with `attributes` of the modules."""
+    def of(self, batches: Sequence[Any], start: int, attributes: Saved = (), *, watched: bool = False) -> Replayed:
+        """Replay the update at position `start` with these batches, beginning with `attributes` of the modules; and
+        find what broke, if `watched`.
+        """
+        microscope = Microscope(self._bare, self.is_patched) if watched else None
         gradients = [(weight, weight.grad) for weight in self._bare.parameters()]
         moving = [(weight, weight.detach().clone()) for weight, version in self._versions if weight._version != version]
         for weight, _ in gradients:
@@ -85,11 +81,12 @@ class Replay:
         with unscaled(self.marks), self.attributes.preserved(attributes), randomness.preserved(self.device), in_eager:
             try:
                 with microscope or nullcontext():
-                    return self._measured([_copied(batch) for batch in batches], start, microscope)
-            except (torch.OutOfMemoryError, MemoryError):
-                raise
+                    loss = self._loss([_copied(batch) for batch in batches], start, microscope)
+                measured = Replayed(loss, self._norm())
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                return Replayed(math.nan, 0.0, failure=fact("text", text=in_one_line(error)))
             except Exception as error:
-                return Replayed(math.nan, math.nan, {}, raised=in_one_line(error))
+                measured = Replayed(math.nan, math.nan, raised=in_one_line(error))
             finally:
                 self.drop_gradients()
                 for weight, gradient in gradients:
@@ -97,22 +94,10 @@ class Replay:
                 with torch.no_grad():
                     for weight, value in moving:
                         weight.copy_(value)
+        return replace(measured, origin=microscope.origin) if microscope is not None else measured
 
-    def under_microscope(self, batches: Sequence[Any], start: int, attributes: Saved = ()) -> Replayed:
-        """Replay under the microscope, and again to look at the inputs of the call whose backward is to blame."""
-        look_at, origin = None, None
-        for _ in range(2):  # every rank replays as often
-            microscope = Microscope(self._bare, self.is_patched, look_at)
-            measured = self.of(batches, start, attributes, microscope)
-            # Where the loss is not finite no gradient can be, and backward says nothing about the cause.
-            at_loss = microscope.of_error or microscope.of_loss
-            origin = microscope.backward if math.isfinite(measured.loss) else at_loss
-            look_at = microscope.backward.call if microscope.backward is not None else None
-        if origin is not None:
-            origin = replace(origin, inputs=origin.inputs or microscope.inputs)
-        return replace(measured, origin=origin)
-
-    def _measured(self, batches: Sequence[Any], start: int, microscope: Microscope | None) -> Replayed:
+    def _loss(self, batches: Sequence[Any], start: int, microscope: Microscope | None) -> float:
+        """The loss, after forward and backward."""
         self.seeds.for_update(start)
         losses = []
         for batch in batches:
@@ -123,14 +108,15 @@ class Replay:
                 microscope.judge(loss)
             self.backward(loss)
             losses.append(loss.detach().float().reshape(()))
+        return float(torch.stack(losses).mean())
+
+    def _norm(self) -> float:
         trained = set(map(id, self.trained))
-        named = [(name, weight.grad) for name, weight in self._bare.named_parameters() if id(weight) in trained]
-        grads = {name: grad.coalesce().values() if grad.is_sparse else grad for name, grad in named if grad is not None}
-        by_layer = {name: float(torch.linalg.vector_norm(local_part(grad).double())) for name, grad in grads.items()}
-        total = math.sqrt(sum(norm**2 for norm in by_layer.values()))
+        known = [weight.grad for weight in self._bare.parameters() if id(weight) in trained and weight.grad is not None]
+        grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in known]
         if self.is_sharded and grads and self.over_ranks is not None:
-            total = float(self.over_ranks([*grads.values()]))
-        return Replayed(float(torch.stack(losses).mean()), total, by_layer)
+            return float(self.over_ranks(grads))
+        return math.hypot(*(float(torch.linalg.vector_norm(grad.double())) for grad in grads))
 
 
 def _copied(batch: Any) -> Any:

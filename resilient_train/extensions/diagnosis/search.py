@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any
 
 from resilient_train.core import randomness
 from resilient_train.core.transaction import Transaction
@@ -21,7 +20,7 @@ from resilient_train.extensions.diagnosis import verdict
 from resilient_train.extensions.diagnosis.microscope import Origin
 from resilient_train.extensions.diagnosis.replay import Replay, Replayed
 from resilient_train.extensions.diagnosis.verdict import Observations
-from resilient_train.ground.errors import text_of
+from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Facts, Signal, fact
 from resilient_train.parts.run import Run
 
@@ -33,8 +32,6 @@ _ABSURD = 1e4  # the same where an operation broke: one that cannot take a large
 NONFINITE = (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH)
 
 Keys = Sequence[Sequence[Key]]  # of the micro-batches of an update
-
-T = TypeVar("T")
 
 
 class Search:
@@ -68,14 +65,15 @@ class Search:
     def loss_at(self, start: int) -> float:
         """The mean loss over ranks of the update at a position."""
         keys = self._samples.keys_at(start)
-        tried = self._tried(start, lambda: self._made(keys, chain(*keys)), self._replay.of)
-        losses = [one for one in self._world.all_of(None if tried.failure else tried.loss) if one is not None]
+        loss = self._tried(start, lambda: self._made(keys, chain(*keys))).loss
+        losses = [one for one in self._world.all_of(loss) if not math.isnan(one)]
         return sum(losses) / len(losses) if losses else math.nan
 
     # The replays. Every rank makes each of them.
 
     def _observe(self, refused: Transaction, is_spike: bool) -> Observations:
-        first = self._replayed(refused)
+        first = self._replayed(refused, watched=not is_spike)
+        origin = first.origin
         reproduced = not first.failure and _would_refuse(refused, first)
         if not self._on_any(reproduced):
             return Observations(failure=first.failure)
@@ -86,11 +84,9 @@ class Search:
             is_compared=is_compared,
             failure=first.failure,
         )
-        origin: Origin | None = None
         if not is_spike:
-            origin = self._replayed(refused, watched=True).origin
             is_bad = not refused.nan_is_usual and any(map(by_rows.nonfinite_fields, refused.inputs))
-            seen = replace(seen, batch_is_bad=is_bad, size=first.norm)
+            seen = replace(seen, batch_is_bad=is_bad)
         if origin is not None:
             seen = replace(origin.noted(seen), is_tried=self._is_tried((origin.after or origin).culprit))
         found = self._guilty(refused, filler)
@@ -144,7 +140,7 @@ class Search:
             return False
         known = {key.row for key in found} | self._samples.stream.quarantined
         is_few = _RARE * len(known) <= min(self._samples.rows, _RARE * _RARE)
-        return is_few and not self._is_tried(origin.culprit) and not self._samples.have_passed(found)
+        return is_few and not self._is_tried(origin.culprit)
 
     def _guilty(self, refused: Transaction, filler: Sequence[Key] | None) -> list[Key]:
         """Search the rows of all ranks for each that breaks a healthy batch, the filler; return those of this rank.
@@ -175,30 +171,26 @@ class Search:
                 raise RuntimeError("the batch was changed in place during its update, and it cannot be fetched again")
             return [self._world.on_device(batch) for batch in refused.inputs]
 
-        replay = self._replay.under_microscope if watched else self._replay.of
-        replay = partial(replay, attributes=self._replay.attributes.before(refused.mark))
-        return self._tried(refused.update.start, made, replay, takes_errors=refused.is_error)
+        before = self._replay.attributes.before(refused.mark)
+        tried = self._tried(refused.update.start, made, attributes=before, watched=watched)
+        if tried.raised and not refused.is_error:  # what ends an update is a measurement only where it had ended one
+            return replace(tried, failure=fact("text", text=tried.raised))
+        return tried
 
-    def _tried(
-        self,
-        start: int,
-        make: Callable[[], Sequence[Any]],
-        replay: Callable[[Sequence[Any], int], Replayed],
-        *,
-        takes_errors: bool = False,
-    ) -> Replayed:
-        """Make batches and replay them. An exception is a failure, or `takes_errors`: a measurement like others."""
-        measured: Replayed | None = None
-        made, why = _attempted(make)
+    def _tried(self, start: int, make: Callable[[], Sequence[Any]], **how: Any) -> Replayed:
+        """Make batches and replay them."""
+        made, failure = None, fact("other_rank_failed")
+        try:
+            made = make()
+        except Exception as error:
+            failure = fact("text", text=in_one_line(error))
         # Where ranks wait for each other in a forward, all make one, or none does.
         if self._replay.is_sharded and self._on_any(made is None):
-            made, why = None, why or fact("other_rank_failed")
-        if made is not None:
-            measured, why = _attempted(partial(replay, made, start))
-            if measured is not None and measured.raised and not takes_errors:
-                why, measured = fact("text", text=measured.raised), None
+            made = None
+        missing = Replayed(math.nan, 0.0, failure=failure)
+        measured = self._replay.of(made, start, **how) if made is not None else missing
         self._run.beat()  # a search takes longer than the watchdog allows an update
-        return measured or Replayed(math.nan, 0.0, {}, failure=why)
+        return measured
 
     def _made(self, batches: Keys, keys: Iterable[Key]) -> Sequence[Any]:
         left = iter(keys)
@@ -233,10 +225,3 @@ def _allows_loss(refused: Transaction, tried: Replayed) -> bool:
 
 def _would_refuse(refused: Transaction, tried: Replayed) -> bool:
     return not (_allows_loss(refused, tried) and tried.norm <= refused.limits[1])
-
-
-def _attempted(function: Callable[[], T]) -> tuple[T | None, Facts]:
-    try:
-        return function(), ()
-    except Exception as error:
-        return None, fact("text", text=f"{type(error).__name__}: {text_of(error)}".splitlines()[0])

@@ -12,7 +12,6 @@ from resilient_train.ground.types import Cause, Culprit, Diagnosis, Facts, fact
 
 HUGE = 1e15  # sums and squares of it leave float32
 _TINY = 1e-12
-_LARGEST_EXPONENT = 88.0  # of e, in float32
 
 # Operations that are singular somewhere: those that are so where another one is, by that one, and the others.
 _ALIKE = {
@@ -28,14 +27,12 @@ _ALIKE = {
     "mean": "nanmean median adaptive_avg_pool2d",
     "layer_norm": "batch_norm instance_norm group_norm rms_norm",
     "linalg": "inverse pinverse svd logdet slogdet det cholesky lstsq",
-    "loss": "cross_entropy nll_loss ctc_loss kl_div gaussian_nll_loss poisson_nll_loss",
+    "loss": "cross_entropy nll_loss ctc_loss kl_div gaussian_nll_loss",
     **dict.fromkeys(("sqrt", "rsqrt", "pow", "atanh", "binary_cross_entropy", "lgamma"), ""),
 }
 _FAMILIES = {name: op for op, alike in _ALIKE.items() for name in (op, *alike.split())}
-NOT_AT_ZERO = ("softmax", "linalg", "acos", "atanh", "mean", "loss", "layer_norm", "std")
 WITH_POLES = ("log", "log2", "log10", "log1p", "div", "reciprocal", "rsqrt", "atanh", "lgamma")  # infinite there
-_ONE_SIDED = ("exp", "exp2", "expm1")
-_EXPONENTIAL = (*_ONE_SIDED, "cosh", "sinh", "i0", "special_i0", "special_i1")
+_EXPONENTIAL = ("exp", "exp2", "expm1", "cosh", "sinh", "i0", "special_i0", "special_i1", "poisson_nll_loss")
 PRODUCTS = ("prod", "cumprod", "det", "linalg_det")  # of many numbers; infinite by overflow alone
 LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, whose values cannot be seen
 
@@ -51,17 +48,15 @@ def _family(op: str) -> str | None:
 
 def overflows(culprit: Culprit, kind: str) -> bool:
     """Whether an operation exceeded the range of its type, rather than met a point where it has no value."""
-    op, first, size = culprit.op, culprit.inputs[:1], largest(culprit.inputs)
+    op, size = culprit.op, largest(culprit.inputs)
     if op in _EXPONENTIAL:
         return True
-    if op == "poisson_nll_loss":
-        return any(one.get("max", 0.0) > _LARGEST_EXPONENT for one in first)
     if _family(op) is None:  # plain arithmetic, or a function of the user's own
         return size > HUGE or kind == "inf" or op in LOOPS
     if op in PRODUCTS and kind == "inf":
         return True
     if op == "pow":
-        is_at_zero = any(one.get("zeros") or one.get("smallest", 1.0) < _TINY for one in first)
+        is_at_zero = any(one.get("smallest", 1.0) < _TINY for one in culprit.inputs[:1])
         return kind == "inf" and (size > HUGE or (size > 1 and not is_at_zero))
     return size > HUGE and op not in WITH_POLES
 
@@ -70,37 +65,16 @@ def largest(inputs: Sequence[Mapping[str, Any]]) -> float:
     return max((max(abs(one["min"]), abs(one["max"])) for one in inputs if "max" in one), default=0.0)
 
 
-def on_overflow(culprit: Culprit) -> Facts:
-    inputs = culprit.inputs
-    size = max((one.get("max", 0.0) for one in inputs), default=0.0) if culprit.op in _ONE_SIDED else largest(inputs)
-    return fact("overflows", where=culprit.place, largest=size, dtype=inputs[0]["dtype"] if inputs else "")
-
-
 def on_operation(culprit: Culprit) -> Facts:
-    inputs, name = culprit.inputs, _family(culprit.op)
-    if name is None:
-        return fact("makes_nonfinite", where=culprit.place, **(_reached(inputs) or {"plain": True}))
-    # Of a quotient the denominator counts; and zeros say nothing about what is singular elsewhere.
-    counted = inputs[1:2] if name == "div" and len(inputs) > 1 else inputs
-    reached = {} if name in NOT_AT_ZERO else _reached(counted)
-    return fact("singular", where=culprit.place, family=name, **reached)
-
-
-def _reached(inputs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    if zeros := sum(one.get("zeros", 0) for one in inputs):
-        return {"zeros": zeros}
-    smallest = min((one.get("smallest", 1.0) for one in inputs), default=1.0)
-    if smallest < _TINY:
-        return {"smallest": smallest}
-    lowest = min((one.get("min", 0.0) for one in inputs), default=0.0)
-    return {"lowest": lowest} if lowest < 0 else {}
+    name = _family(culprit.op)
+    kind = "singular" if name is not None else "makes_nonfinite"
+    return fact(kind, where=culprit.place, family=name)
 
 
 _CLIMB = 100.0  # times the usual: an explosion on its way
 _LEAP = 1e4  # the same, at once: no task changes so much
 _START = 32  # updates in which weights are led astray from where they began: a line that breaks then is not the cause
 _FIRST = 4  # updates in which a rate that is far too high does so, whatever the losses say
-_BEYOND = 1e18  # its square, and so a norm of it, leaves float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +94,6 @@ class Observations:
     odd: Mapping[int, Facts] = field(default_factory=dict)  # by row of `rows`: which of its values are unusual
     others: int = 0  # rows that were tried where an operation of data alone breaks on `rows`, and hardly on any other
     batch_is_bad: bool = False  # it holds values that are not finite
-    size: float = 0.0  # of the gradient, measured in doubles
     failure: Facts = ()  # why a replay was impossible
     # What was known before: the same on all ranks.
     climb: float = 1.0  # how many times their usual losses or norms had become
@@ -142,10 +115,9 @@ class Observations:
 
     @property
     def leaps(self) -> bool:
-        """Whether the loss has leaped to where all batches break, farther than it does near a pole."""
+        """Whether the loss has leaped to where all batches break, as it does not do near a pole alone."""
         has_pole = self.culprit is not None and self.culprit.op in WITH_POLES
-        most, until = (HUGE, _FIRST) if has_pole else (_LEAP, _START)
-        return self.everywhere and self.leap >= most and self.landed < until
+        return self.everywhere and self.leap >= _LEAP and self.landed < _START and not has_pole
 
     @property
     def overflows(self) -> bool:
@@ -185,7 +157,6 @@ def merge_ranks(observed: Sequence[Observations]) -> Observations:
         odd={row: why for one in again for row, why in one.odd.items()},
         others=min((one.others for one in again if one.rows or one.culprit), default=0) if len(places) == 1 else 0,
         batch_is_bad=any(one.batch_is_bad for one in again),
-        size=max(one.size for one in again),
         failure=failure,
     )
 
@@ -235,7 +206,7 @@ def of_nonfinite(seen: Observations) -> Diagnosis:
     if seen.after is not None:  # what fails on the values of a patch is not the fault of its own line
         advice = fact("follows_patch", where=where, patched=seen.after.place)
     else:
-        advice = on_overflow(line) if seen.overflows else on_operation(line)
+        advice = fact("overflows", where=where) if seen.overflows else on_operation(line)
     cause = Cause.OVERFLOW if seen.overflows else Cause.OPERATION
     is_patchable = not seen.overflows or not seen.is_scalar or line.op in PRODUCTS  # of many numbers, a product too
     found = Diagnosis(cause, advice + seen_with, rows=seen.blamed if seen.is_tried else ())
@@ -245,8 +216,6 @@ def of_nonfinite(seen: Observations) -> Diagnosis:
 def _of_unseen(seen: Observations) -> Diagnosis:
     """No operation was seen to break: all that is computed may be finite."""
     rows = [*seen.rows]
-    if seen.blamed and _BEYOND < seen.size < math.inf:
-        return Diagnosis(Cause.OVERFLOW, fact("gradient_too_large", rows=rows, size=seen.size), rows=seen.rows)
     if rows and seen.climb >= _CLIMB:
         return Diagnosis(Cause.UNKNOWN, fact("ordinary_rows", rows=rows), suspects=seen.rows)
     if rows:  # whatever it is that they do
@@ -281,9 +250,8 @@ def of_error(seen: Observations) -> Diagnosis:
         return seen.with_line(Diagnosis(Cause.OPERATION, fact("raised", where=where, error=error)))
     if rows:
         return Diagnosis(Cause.DATA, fact("rows_raised", rows=rows, error=error), rows=seen.blamed)
-    only_some = seen.is_compared and not seen.everywhere
-    compared = {"everywhere": seen.everywhere, "only_some": only_some, "is_compared": seen.is_compared}
-    return seen.with_line(Diagnosis(Cause.UNKNOWN, fact("batches_raise", error=error, **compared)), patchable=False)
+    why = fact("batches_raise", error=error, everywhere=seen.everywhere)
+    return seen.with_line(Diagnosis(Cause.UNKNOWN, why), patchable=False)
 
 
 def of_spike(seen: Observations) -> Diagnosis:
