@@ -224,11 +224,10 @@ EVIDENCE = {
 ROWS = {
     "row_not_finite": "{field}< at {at:id}> is {value:g}<, and {more} more>",
     "row_far": "{field}< at {at:id}> is {value:.3g}, where {others} other rows stay within ±{usual:.3g}",
-    "row_out_of_range": "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows have {low:.4g} to {high:.4g}",
+    "row_far_below": "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows are at least {usual:.4g} from 0",
     "row_above_most": "{field}< at {at:id}> is {value:.3g}, where three of four other rows stay within ±{usual:.3g}",
     "row_raises": "{where:place} raises {error}, and for hardly any of {others} others",
     "row_breaks": "{where:place} breaks on such values, and on hardly any of {others} others",
-    "rows_without_names": "rows of such data cannot be named",
     "other_rank_failed": "another rank could not make its batches",
     "no_loss": "no finite loss in {where:place} for such targets",
 }

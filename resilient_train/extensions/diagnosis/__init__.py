@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from resilient_train.core import randomness
 from resilient_train.core.protocols import Diagnoser, NewRegime
@@ -141,20 +140,26 @@ class CauseFinder(Extension, Diagnoser):
 
     def _damage(self, anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis:
         """What is wrong with weights or moments: the worst that any rank has found. Raises NewRegime."""
-        if anomaly.signal is Signal.WEIGHTS_JUMP and not anomaly.ranks:
+        run, signal = self._run, anomaly.signal
+        is_jump, found = signal is Signal.WEIGHTS_JUMP, by_signal(anomaly)
+        if is_jump and not anomaly.ranks:
             self._require_worse_weights(anomaly)
-        verified, model = self._run.ring.verified_until(anomaly.since), self._run.state.model
-        before: Mapping[str, Any] = verified[0].parts["weights"] if verified else {}
-        mine = of_state(anomaly, dict(model.named_parameters()), before, self._run.updater.optimizers)
-        # A healthy rank also names the weight that moved most, so keep only the anomaly's ranks.
-        theirs = enumerate(self._run.world.all_of(mine))
-        blamed = [one for rank, one in theirs if one is not None and (not anomaly.ranks or rank in anomaly.ranks)]
-        found = max(blamed, key=itemgetter(0))[1] if blamed else by_signal(anomaly)
+        may_be_eps = signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER)
+        if may_be_eps and (lost := lost_eps(run.updater.optimizers)):
+            return Diagnosis(Cause.OPTIMIZER, lost)
+        verified = run.ring.verified_until(anomaly.since) if is_jump else []
+        if is_jump or signal is Signal.NONFINITE_WEIGHTS:
+            before: Mapping[str, Any] = verified[0].parts["weights"] if verified else {}
+            by_rank = run.world.all_of(worst_weight(dict(run.state.model.named_parameters()), before))
+            # A healthy rank also names the weight that moved most, so keep only the anomaly's ranks.
+            far, worst = max((by_rank[rank] for rank in anomaly.ranks or range(len(by_rank))), key=itemgetter(0))
+            if far > 0:
+                kind = "weight_moved" if is_jump else "weight_not_finite"
+                found = Diagnosis(Cause.CORRUPTION, fact(kind, **worst, step=anomaly.step))
         # With the same gradients every optimizer comes to the same weights on all ranks. Other weights that break again
         # at the same place, after the updates were retried, are no accident of the hardware.
-        may_be = blamed and found.cause is Cause.CORRUPTION and anomaly.signal is not Signal.RANK_MISMATCH
         seen = {(one.anomaly.signal, one.anomaly.since) for one in history[-2:]}
-        if may_be and (anomaly.signal, anomaly.since) in seen:
+        if found.cause is Cause.CORRUPTION and signal is not Signal.RANK_MISMATCH and (signal, anomaly.since) in seen:
             return Diagnosis(Cause.OPTIMIZER, fact("again_after_rewind") + found.advice)
         return found
 
@@ -228,29 +233,12 @@ class CauseFinder(Extension, Diagnoser):
                 raise NewRegime(fact("fell", was=was, now=median(later)), was)
 
 
-def of_state(
-    anomaly: Anomaly,
-    weights: Mapping[str, Tensor],
-    before: Mapping[str, Tensor | Share],
-    optimizers: Sequence[Optimizer],
-) -> tuple[float, Diagnosis] | None:
-    """Say what is wrong on this rank, and how bad it is; `before` are weights of a verified state, if there is one."""
-    if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
-        return inf, Diagnosis(Cause.OPTIMIZER, lost)
-    is_jump = anomaly.signal is Signal.WEIGHTS_JUMP
-    if not is_jump and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
-        return None
-    if (worst := _worst(weights, before if is_jump else {})) is None:
-        return None
-    far, found = worst
-    what = fact("weight_moved" if is_jump else "weight_not_finite", **found, step=anomaly.step)
-    return far, Diagnosis(Cause.CORRUPTION, what)
-
-
 @torch.no_grad()
-def _worst(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]) -> tuple[float, dict[str, Any]] | None:
+def worst_weight(
+    weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]
+) -> tuple[float, Mapping[str, Any]]:
     """Find the element that is farthest from what it was before, if that is known; one that is not finite is so."""
-    farthest, found = 0.0, None
+    farthest, found = 0.0, {}
     for name, whole in weights.items():
         weight = local_part(whole)
         if not weight.is_floating_point() or not weight.numel():
@@ -259,6 +247,6 @@ def _worst(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]) 
         far, flat = (weight - was).abs().nan_to_num(inf).flatten().max(dim=0)
         if float(far) > farthest:
             farthest, place = float(far), [int(one) for one in torch.unravel_index(flat, weight.shape)]
-            values = {"before": float(was[tuple(place)]), "now": float(weight[tuple(place)])}
-            found = farthest, {"name": name, "at": [] if is_sharded(whole) else place, **values}
-    return found
+            found = {"name": name, "at": [] if is_sharded(whole) else place}
+            found |= {"before": float(was[tuple(place)]), "now": float(weight[tuple(place)])}
+    return farthest, found

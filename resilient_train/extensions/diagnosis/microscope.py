@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,43 +26,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from resilient_train.core.tree import leaves
-from resilient_train.extensions.diagnosis.verdict import Observations, is_plain
+from resilient_train.extensions.diagnosis.verdict import Origin, is_plain
 from resilient_train.ground.operations import is_in_place, is_random, op_name
-from resilient_train.ground.types import Culprit
 from resilient_train.parts.code_lines import CALLERS, Line, is_users, line_of, user_line
 
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
 _ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "data")  # that run operations
 _IN_TRACEBACK = re.compile(r'File "(.+)", line (\d+), in ')
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """One call of an operation; its `kind` says what that made of values that are finite."""
-
-    op: str
-    line: Line | None
-    call: int = -1  # its number in its forward
-    is_of_data: bool = False  # all that it was given comes from the batch
-    phase: str = "forward"  # or backward
-    kind: str = ""  # nan, inf; domain or error, if it raised
-    inputs: tuple[Mapping[str, Any], ...] = ()
-    is_scalar: bool = False  # its result is a single number
-    was_given: bool = False  # it did not make that: the program gave it to it, as a constant or from outside of torch
-    after: Origin | None = None  # the first patched operation that broke on the way to it: this one is a consequence
-    of_inputs: Origin | None = None  # of inputs that are not finite
-
-    @property
-    def culprit(self) -> Culprit:
-        """The same as a record without torch."""
-        line = self.line or Line("", 0)
-        return Culprit(self.phase, self.op, line.module, line.file, line.line, self.inputs)
-
-    def noted(self, facts: Observations) -> Observations:
-        after = self.after.culprit if self.after is not None else None
-        return replace(
-            facts, culprit=self.culprit, kind=self.kind, is_scalar=self.is_scalar, was_given=self.was_given, after=after
-        )
 
 
 class Microscope(TorchFunctionMode):
@@ -231,7 +201,12 @@ class Microscope(TorchFunctionMode):
         return min(known, key=lambda one: one.call, default=None)
 
     def _run_backward(
-        self, loss: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+        self,
+        loss: Tensor,
+        gradient: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        inputs: Any = None,
     ) -> None:
         """Run backward under the microscope, too: hooks run in it, and reentrant checkpoints compute again."""
         slope = torch.ones_like(loss) if gradient is None else gradient

@@ -18,7 +18,8 @@ from resilient_train.core.mark import Marks
 from resilient_train.core.randomness import Seeds
 from resilient_train.core.tree import is_sharded
 from resilient_train.data.trees import rebuilt
-from resilient_train.extensions.diagnosis.microscope import Microscope, Origin
+from resilient_train.extensions.diagnosis.microscope import Microscope
+from resilient_train.extensions.diagnosis.verdict import Origin
 from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.types import Facts, fact
 from resilient_train.parts.code_lines import CALLERS

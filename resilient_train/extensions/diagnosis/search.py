@@ -17,9 +17,8 @@ from resilient_train.core.vitals import versions
 from resilient_train.data.stream import Key
 from resilient_train.extensions.diagnosis import rows as by_rows
 from resilient_train.extensions.diagnosis import verdict
-from resilient_train.extensions.diagnosis.microscope import Origin
 from resilient_train.extensions.diagnosis.replay import Replay, Replayed
-from resilient_train.extensions.diagnosis.verdict import Observations
+from resilient_train.extensions.diagnosis.verdict import Observations, Origin
 from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Facts, Signal, fact
 from resilient_train.parts.run import Run
@@ -88,18 +87,16 @@ class Search:
             is_bad = not refused.nan_is_usual and any(map(by_rows.nonfinite_fields, refused.inputs))
             seen = replace(seen, batch_is_bad=is_bad)
         if origin is not None:
-            seen = replace(origin.noted(seen), is_tried=self._is_tried((origin.after or origin).culprit))
+            seen = replace(seen, origin=origin, is_tried=self._is_tried((origin.after or origin).culprit))
         found = self._guilty(refused, filler)
         if self._replay.is_sharded:  # the gradient is of all ranks' rows: all reproduce it unless some rank's are known
             reproduced = bool(found or origin) or not (first.failure or _allows_loss(refused, first))
             is_known = self._on_any(reproduced)
             seen = replace(seen, reproduced=reproduced or not is_known)
         others = self._others_that_pass(refused, found, origin)
-        if not refused.update.keys and origin is None:
-            return replace(seen, failure=fact("rows_without_names"))
         if not found or filler is None:
             return seen
-        odd = self._odd(found, filler, _ABSURD if seen.culprit else _FAR, refused.nan_is_usual)
+        odd = self._odd(found, filler, _ABSURD if origin else _FAR, refused.nan_is_usual)
         rows = tuple(sorted({key.row for key in found}))
         return replace(seen, rows=rows, odd=odd, others=others)
 

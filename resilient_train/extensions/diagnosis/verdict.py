@@ -9,6 +9,7 @@ from typing import Any
 
 from resilient_train.ground.operations import HAVE_VALUES, family
 from resilient_train.ground.types import Cause, Culprit, Diagnosis, Facts, fact
+from resilient_train.parts.code_lines import Line
 
 HUGE = 1e15  # sums and squares of it leave float32
 _TINY = 1e-12
@@ -46,9 +47,9 @@ def _family(op: str) -> str | None:
     return _FAMILIES.get(op, "linalg" if op.startswith("linalg_") else None)
 
 
-def overflows(culprit: Culprit, kind: str) -> bool:
+def overflows(origin: Origin) -> bool:
     """Whether an operation exceeded the range of its type, rather than met a point where it has no value."""
-    op, size = culprit.op, largest(culprit.inputs)
+    op, kind, size = origin.op, origin.kind, largest(origin.inputs)
     if op in _EXPONENTIAL:
         return True
     if _family(op) is None:  # plain arithmetic, or a function of the user's own
@@ -56,7 +57,7 @@ def overflows(culprit: Culprit, kind: str) -> bool:
     if op in PRODUCTS and kind == "inf":
         return True
     if op == "pow":
-        is_at_zero = any(one.get("smallest", 1.0) < _TINY for one in culprit.inputs[:1])
+        is_at_zero = any(one.get("smallest", 1.0) < _TINY for one in origin.inputs[:1])
         return kind == "inf" and (size > HUGE or (size > 1 and not is_at_zero))
     return size > HUGE and op not in WITH_POLES
 
@@ -65,10 +66,9 @@ def largest(inputs: Sequence[Mapping[str, Any]]) -> float:
     return max((max(abs(one["min"]), abs(one["max"])) for one in inputs if "max" in one), default=0.0)
 
 
-def on_operation(culprit: Culprit) -> Facts:
-    name = _family(culprit.op)
-    kind = "singular" if name is not None else "makes_nonfinite"
-    return fact(kind, where=culprit.place, family=name)
+def on_operation(origin: Origin) -> Facts:
+    name = _family(origin.op)
+    return fact("singular" if name is not None else "makes_nonfinite", where=origin.culprit.place, family=name)
 
 
 _CLIMB = 100.0  # times the usual: an explosion on its way
@@ -78,18 +78,37 @@ _FIRST = 4  # updates in which a rate that is far too high does so, whatever the
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """One call of an operation; its `kind` says what that made of values that are finite."""
+
+    op: str
+    line: Line | None
+    call: int = -1  # its number in its forward
+    is_of_data: bool = False  # all that it was given comes from the batch
+    phase: str = "forward"  # or backward
+    kind: str = ""  # nan, inf; domain or error, if it raised
+    inputs: tuple[Mapping[str, Any], ...] = ()
+    is_scalar: bool = False  # its result is a single number
+    was_given: bool = False  # it did not make that: the program gave it to it, as a constant or from outside of torch
+    after: Origin | None = None  # the first patched operation that broke on the way to it: this one is a consequence
+    of_inputs: Origin | None = None  # of inputs that are not finite
+
+    @property
+    def culprit(self) -> Culprit:
+        """The same as a record."""
+        line = self.line or Line("", 0)
+        return Culprit(self.phase, self.op, line.module, line.file, line.line, self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
 class Observations:
     """What the replays of one rank have shown; `merge_ranks` combines those of all ranks."""
 
     reproduced: bool = False  # the replay broke too
     everywhere: bool = False  # it broke with other rows in the batch, too
     is_compared: bool = False  # other rows could be tried
-    culprit: Culprit | None = None  # the operation that broke
-    kind: str = ""  # of what it made: nan, inf; or it raised: error, domain
-    is_scalar: bool = False  # its result is a single number
-    was_given: bool = False  # it did not make that: the program gave it to it
-    after: Culprit | None = None  # the first patched operation whose values were repaired before it broke
-    is_tried: bool = False  # that operation is patched and broke again, or cannot be patched
+    origin: Origin | None = None  # the operation that broke
+    is_tried: bool = False  # it, or the patched one that it is a consequence of, is patched or cannot be
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, Facts] = field(default_factory=dict)  # by row of `rows`: which of its values are unusual
     others: int = 0  # rows that were tried where an operation of data alone breaks on `rows`, and hardly on any other
@@ -100,6 +119,10 @@ class Observations:
     leap: float = 1.0  # how many times the newest is
     landed: int = 0  # the last step
     error: str = ""  # that was raised
+
+    @property
+    def culprit(self) -> Culprit | None:
+        return self.origin.culprit if self.origin is not None else None
 
     @property
     def blamed(self) -> tuple[int, ...]:
@@ -116,21 +139,21 @@ class Observations:
     @property
     def leaps(self) -> bool:
         """Whether the loss has leaped to where all batches break, as it does not do near a pole alone."""
-        has_pole = self.culprit is not None and self.culprit.op in WITH_POLES
+        has_pole = self.origin is not None and self.origin.op in WITH_POLES
         return self.everywhere and self.leap >= _LEAP and self.landed < _START and not has_pole
 
     @property
     def overflows(self) -> bool:
-        return self.culprit is not None and overflows(self.culprit, self.kind)
+        return self.origin is not None and overflows(self.origin)
 
     @property
     def is_thrown(self) -> bool:
         """Whether every batch overflows at weights that no healthy update can have made."""
-        if self.culprit is None or not (self.overflows and self.everywhere and self.landed) or self.was_given:
+        if self.origin is None or not (self.overflows and self.everywhere and self.landed) or self.origin.was_given:
             return False
-        inputs = self.culprit.inputs
+        inputs = self.origin.inputs
         is_early = self.landed < _FIRST and all(one.get("dtype") != "float16" for one in inputs)
-        return is_early or largest(inputs) > HUGE or self.culprit.op in LOOPS
+        return is_early or largest(inputs) > HUGE or self.origin.op in LOOPS
 
     @property
     def where(self) -> Mapping[str, Any] | None:
@@ -138,7 +161,8 @@ class Observations:
 
     def with_line(self, found: Diagnosis, *, patchable: bool = True) -> Diagnosis:
         """Blame the operation, or the patched one whose values it broke on, too."""
-        line, symptom = (self.after, self.culprit) if self.after is not None else (self.culprit, None)
+        after = self.origin.after if self.origin is not None else None
+        line, symptom = (after.culprit, self.culprit) if after is not None else (self.culprit, None)
         return replace(found, culprit=line, symptom=symptom, patchable=patchable)
 
 
@@ -146,16 +170,16 @@ def merge_ranks(observed: Sequence[Observations]) -> Observations:
     """Combine what all ranks observed: the first one that found an operation names it, and rows of all count."""
     again = [one for one in observed if one.reproduced]
     failure = next((one.failure for one in observed if one.failure), ())
-    places = {(one.culprit.file, one.culprit.line, one.culprit.op) for one in again if one.culprit}
+    places = {(*one.origin.culprit.place.values(),) for one in again if one.origin}
     if not again:
         return Observations(failure=failure)
     return replace(
-        next((one for one in again if one.culprit), again[0]),
+        next((one for one in again if one.origin), again[0]),
         everywhere=any(one.everywhere for one in again),
         is_compared=any(one.is_compared for one in again),
         rows=tuple(sorted({row for one in again for row in one.rows})),
         odd={row: why for one in again for row, why in one.odd.items()},
-        others=min((one.others for one in again if one.rows or one.culprit), default=0) if len(places) == 1 else 0,
+        others=min((one.others for one in again if one.rows or one.origin), default=0) if len(places) == 1 else 0,
         batch_is_bad=any(one.batch_is_bad for one in again),
         failure=failure,
     )
@@ -184,31 +208,31 @@ def on_bad_rows(*odd: Mapping[int, Facts]) -> Diagnosis:
 
 def of_nonfinite(seen: Observations) -> Diagnosis:
     """Explain a loss, a gradient or a batch that is not finite."""
-    line, rows, where = seen.culprit, [*seen.rows], seen.where
+    origin, rows, where = seen.origin, [*seen.rows], seen.where
     if seen.blames_rows:
         return on_bad_rows(seen.odd)
     if seen.batch_is_bad and not seen.everywhere:
         return Diagnosis(Cause.DATA, fact("batch_not_finite", failure=[*seen.failure]))
     seen_with = fact("seen_with", rows=rows) if rows else ()
-    if seen.was_given:
+    if origin is not None and origin.was_given:
         found = Diagnosis(Cause.OPERATION, fact("is_given", where=where) + seen_with, rows=seen.rows)
         return seen.with_line(found, patchable=False)
-    if seen.leaps or (seen.climbs and (line is None or seen.overflows)):  # the line is where it shows, not the cause
+    if seen.leaps or (seen.climbs and (origin is None or seen.overflows)):  # the line is where it shows, not the cause
         return Diagnosis(Cause.EXPLOSION, fact("climbed", times=max(seen.climb, seen.leap), where=where))
     if seen.is_thrown:
         return Diagnosis(Cause.EXPLOSION, fact("every_batch_breaks", where=where))
-    if line is None:
+    if origin is None:
         return _of_unseen(seen)
     if seen.others and not seen.everywhere and not seen.overflows:
-        return _on_rare_rows(seen, fact("row_breaks", where=where, others=seen.others), on_operation(line))
-    if line.op == "ctc_loss" and seen.blamed and not seen.after and not seen.overflows:
+        return _on_rare_rows(seen, fact("row_breaks", where=where, others=seen.others), on_operation(origin))
+    if origin.op == "ctc_loss" and seen.blamed and origin.after is None and not seen.overflows:
         return on_bad_rows(dict.fromkeys(seen.blamed, fact("no_loss", where=where)))
-    if seen.after is not None:  # what fails on the values of a patch is not the fault of its own line
-        advice = fact("follows_patch", where=where, patched=seen.after.place)
+    if origin.after is not None:  # what fails on the values of a patch is not the fault of its own line
+        advice = fact("follows_patch", where=where, patched=origin.after.culprit.place)
     else:
-        advice = fact("overflows", where=where) if seen.overflows else on_operation(line)
+        advice = fact("overflows", where=where) if seen.overflows else on_operation(origin)
     cause = Cause.OVERFLOW if seen.overflows else Cause.OPERATION
-    is_patchable = not seen.overflows or not seen.is_scalar or line.op in PRODUCTS  # of many numbers, a product too
+    is_patchable = not seen.overflows or not origin.is_scalar or origin.op in PRODUCTS  # of many numbers, a product too
     found = Diagnosis(cause, advice + seen_with, rows=seen.blamed if seen.is_tried else ())
     return seen.with_line(found, patchable=is_patchable)
 
@@ -234,18 +258,18 @@ def _on_rare_rows(seen: Observations, why: Facts, how: Facts = (), *, patchable:
 
 def of_error(seen: Observations) -> Diagnosis:
     """Explain an exception of user code: in most cases one that other batches at the same weights do not raise."""
-    line, rows, where, error = seen.culprit, [*seen.blamed], seen.where, seen.error
-    has_value = line is not None and (seen.kind == "domain" or family(line.op) in HAVE_VALUES)
-    is_of_nonfinite = line is not None and seen.kind in ("nan", "inf")
+    origin, rows, where, error = seen.origin, [*seen.blamed], seen.where, seen.error
+    has_value = origin is not None and (origin.kind == "domain" or family(origin.op) in HAVE_VALUES)
     if seen.blames_rows:
         return on_bad_rows(seen.odd)
-    if seen.kind == "error" and seen.others and rows:
+    if origin is not None and origin.kind == "error" and seen.others and rows:
         why = fact("row_raises", where=where, error=error, others=seen.others)
         return _on_rare_rows(seen, why, patchable=has_value)
+    is_of_nonfinite = origin is not None and origin.kind in ("nan", "inf")
     if seen.landed < _FIRST and seen.is_thrown and (has_value or is_of_nonfinite):
         return Diagnosis(Cause.EXPLOSION, fact("every_batch_breaks", where=where))
-    if line is not None and is_of_nonfinite:
-        return seen.with_line(Diagnosis(Cause.OPERATION, on_operation(line) + fact("then_raised", error=error)))
+    if origin is not None and is_of_nonfinite:
+        return seen.with_line(Diagnosis(Cause.OPERATION, on_operation(origin) + fact("then_raised", error=error)))
     if has_value:
         return seen.with_line(Diagnosis(Cause.OPERATION, fact("raised", where=where, error=error)))
     if rows:
