@@ -225,9 +225,6 @@ ROWS = {
     "row_not_finite": "{field}< at {at:id}> is {value:g}<, and {more} more>",
     "row_far": "{field}< at {at:id}> is {value:.3g}, where {others} other rows stay within ±{usual:.3g}",
     "row_far_below": "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows are at least {usual:.4g} from 0",
-    "row_above_most": "{field}< at {at:id}> is {value:.3g}, where three of four other rows stay within ±{usual:.3g}",
-    "row_raises": "{where:place} raises {error}, and for hardly any of {others} others",
-    "row_breaks": "{where:place} breaks on such values, and on hardly any of {others} others",
     "other_rank_failed": "another rank could not make its batches",
     "no_loss": "no finite loss in {where:place} for such targets",
 }
@@ -282,7 +279,6 @@ ADVICE = {
     "rows_raised": "With {rows:rows} an update raised {error}: fix or remove such rows, or fix the line.",
     "batches_raise": "<everywhere?Every batch raises><!everywhere?The batch raises> {error}: handle that in your code.",
     "bad_rows": "{rows:Rows}: {why:say}; fix or remove {rows:it}.",
-    "or_fix_line": "Or fix the line<: {how:say}><!how?.>",
     "ordinary_rows": "Look at {rows:rows}: the batch is ordinary without {rows:it}.",
     "this_batch_only": "Only this batch does it, and no row of it alone: if many follow, lower the learning rate.",
     "other_batches_too": "Other batches do the same: if the task was changed, declare it with expect=[STEP]; else lower the rate.",
@@ -308,24 +304,21 @@ SINGULAR = {
         f"{_BEFORE}, or keep the denominator above a size that is usual for it (a tiny epsilon makes huge quotients)",
     ),
     "sqrt": ("has an infinite slope at 0 and is NaN below", _EPSILON),
-    "rsqrt": ("is infinite at 0", _EPSILON),
     "pow": (
         "is NaN for a negative base with a fractional exponent, and infinite, or steep, at 0 for exponents below 1",
         f"{_BEFORE}, or clamp the base from below",
     ),
     "norm": ("has no slope at 0", "add an epsilon inside, or mask rows of zeros before it (their slope is NaN later)"),
-    "std": ("has an infinite slope where all values are equal", "add an epsilon to the variance and take its root"),
-    "atan2": ("has no slope at the origin", "move both arguments away from 0 together"),
-    "acos": ("has an infinite slope at -1 and 1 and is NaN beyond", "clamp its input to just inside of -1 and 1"),
-    "atanh": ("is infinite at -1 and 1", "clamp its input to just inside of -1 and 1"),
+    "std": (
+        "has an infinite slope where all values are equal",
+        "add an epsilon to the variance, or give the layer a larger eps",
+    ),
+    "acos": ("is infinite, or steep, at -1 and 1 and NaN beyond", "clamp its input to just inside of -1 and 1"),
     "softmax": ("is NaN where all of a row is -inf", "leave one place of each row unmasked, or mask the result"),
-    "normalize": ("has no slope at 0", "give it a larger eps"),
     "binary_cross_entropy": ("is infinite, or steep, at chances of 0 and 1", "use binary_cross_entropy_with_logits"),
     "mean": ("is 0 / 0 over no elements", "leave out what is empty"),
-    "layer_norm": ("has no slope where all values are equal and eps is 0", "give it a larger eps"),
     "linalg": ("is ill-conditioned here", "add a small multiple of the identity, or use a form that needs no inverse"),
     "loss": ("is not finite for these targets", "look at targets that are empty, too long, or all ignored"),
-    "lgamma": ("is infinite at 0 and at negative whole numbers", "clamp its input from below"),
 }
 
 # Why a run gave up.

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient_train.extensions.diagnosis import worst_weight
-from resilient_train.extensions.diagnosis.rows import far_above, guilty, nonfinite_fields, outlying_fields, usual_sizes
+from resilient_train.extensions.diagnosis.rows import guilty, nonfinite_fields, outlying_fields
 from resilient_train.extensions.diagnosis.verdict import (
     Observations,
     Origin,
@@ -79,7 +79,6 @@ def test_what_an_operation_met(seen: Observations, climb: float, cause: Cause, s
 ROW = replace(ONLY_HERE, rows=(4,))
 GIVEN, FAILED = origin("fill", kind="nan", was_given=True), origin("sqrt", kind="error")
 NUMBER, PRODUCT = origin("mul", HUGE, is_scalar=True), origin("prod", HUGE, is_scalar=True)
-RARE = broke("sqrt", ZEROS, seen=ROW, others=128)
 RAISED = broke("Mine", UNIT, seen=ROW, kind="error", error="ValueError: no")
 THROWN = broke("Normal", HUGE, seen=EVERYWHERE, kind="domain", landed=2)
 # What is said, of what cause and whom it blames; and what matters to it: without that something else is said.
@@ -103,14 +102,12 @@ OF_NONFINITE: list[tuple[str, Any, str, dict[str, Any], str]] = [
     # A single number is patched only if it is a product of many. A loss that overflows has to stay visible.
     ("overflows", replace(AGAIN, origin=NUMBER), "overflow line", {"origin": None}, "reproducible"),
     ("overflows", replace(AGAIN, origin=PRODUCT), "overflow line patch", {"origin": None}, "reproducible"),
-    ("bad_rows", RARE, "data line rows patch", {"others": 0}, "singular"),
     ("bad_rows", broke("ctc_loss", LOGS, seen=ROW), "data rows", {"everywhere": True}, "singular"),
     ("singular", broke("sqrt", seen=ROW), "operation line patch", {"origin": None}, "rows_fail"),
     ("singular", broke("sqrt", seen=ROW, is_tried=True), "operation line rows patch", {"origin": None}, "rows_fail"),
 ]
 OF_ERROR: list[tuple[str, Any, str, dict[str, Any], str]] = [
     ("bad_rows", replace(ROW, odd=ODD), "data rows", {"odd": {}}, "rows_raised"),
-    ("bad_rows", replace(RAISED, others=128), "data line rows", {"others": 0}, "rows_raised"),
     ("every_batch_breaks", THROWN, "explosion", {"landed": 5}, "raised"),
     ("singular", broke("sqrt", kind="nan"), "operation line patch", {"origin": FAILED}, "batches_raise"),
     ("raised", broke("cholesky", kind="error"), "operation line patch", {"origin": FAILED}, "batches_raise"),
@@ -217,11 +214,6 @@ def test_what_is_odd_about_a_row() -> None:
     assert outlying_fields((torch.randn(8), 1.5), others, 4.0) == ()
     far = outlying_fields((torch.randn(8), -4e6), others, 1e4)
     assert said_of(far) == ["element 1 is -4e+06, where 50 other rows stay within ±1"]
-    usual = usual_sizes([{"x": torch.tensor([[0.5, n / 8]])} for n in range(8)])
-    assert far_above({"x": torch.tensor([[-2.0, 0.0]])}, usual, 10.0) == ()
-    for odd, value in ((torch.tensor([[0.0, -367.0]]), -367.0), (torch.tensor([[0.0, 367.0j]]), 367.0)):
-        expected = fact("row_above_most", field="['x']", at=[0, 1], value=value, usual=0.75)
-        assert far_above({"x": odd}, usual, 10.0) == expected
     common = [(torch.randn(8), 0.0) for _ in range(50)]
     assert outlying_fields((torch.randn(8), 1.0), common, 4.0) == ()  # of a rare class, which is nothing odd
     assert len(outlying_fields((torch.randn(8), 1e6), common, 4.0)) == 1

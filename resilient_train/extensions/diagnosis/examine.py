@@ -18,7 +18,7 @@ from resilient_train.core.tree import leaves
 from resilient_train.data.trees import rebuilt
 from resilient_train.extensions.diagnosis import rows, verdict
 from resilient_train.extensions.diagnosis.microscope import floating, range_of
-from resilient_train.extensions.diagnosis.replay import Replay
+from resilient_train.extensions.diagnosis.search import Replay
 from resilient_train.extensions.diagnosis.verdict import Observations
 from resilient_train.ground.types import Diagnosis
 from resilient_train.ground.wording import blamed, say

@@ -73,24 +73,6 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> Facts:
     return found
 
 
-def usual_sizes(rows: Sequence[Any]) -> dict[str, float]:
-    """What three of four rows do not exceed, field by field; no fields that are mostly zero."""
-    sizes: dict[str, list[float]] = {}
-    for field, values in (one for row in rows for one in _fields(row)):
-        sizes.setdefault(field, []).append(_size(values))
-    known = {field: sorted(filter(math.isfinite, some)) for field, some in sizes.items()}
-    quartiles = {field: some[3 * len(some) // 4] for field, some in known.items() if 2 * len(some) > len(rows)}
-    return {field: size for field, size in quartiles.items() if size > 0}
-
-
-def far_above(row: Any, usual: dict[str, float], times: float) -> Facts:
-    """Say which field of a row is so many times its usual size; empty where none is."""
-    for field, values in _fields(row):
-        if _size(values) > times * usual.get(field, math.inf):
-            return fact("row_above_most", **_largest_of(field, values), usual=usual[field])
-    return ()
-
-
 def _largest_of(field: str, values: Tensor) -> dict[str, Any]:
     place = [int(one) for one in torch.unravel_index(values.abs().argmax(), values.shape)]
     return {"field": field, "at": place, "value": _at(place, values)}

@@ -16,20 +16,18 @@ _TINY = 1e-12
 
 # Operations that are singular somewhere: those that are so where another one is, by that one, and the others.
 _ALIKE = {
-    "log": "log2 log10 log1p logit xlogy digamma polygamma erfinv",
-    "div": "reciprocal fmod remainder floor_divide addcdiv cumprod prod",
+    "log": "log2 log10 log1p logit xlogy digamma polygamma erfinv lgamma",
+    "div": "reciprocal fmod remainder floor_divide addcdiv cumprod prod rsqrt",
     "norm": "linalg_norm linalg_vector_norm vector_norm dist cdist pairwise_distance linalg_matrix_norm "
-    "triplet_margin_loss renorm frobenius_norm",
-    "std": "std_mean var var_mean",
-    "atan2": "angle hypot",
-    "acos": "asin acosh",
+    "triplet_margin_loss renorm frobenius_norm normalize cosine_similarity cosine_embedding_loss weight_norm atan2 "
+    "angle hypot",
+    "std": "std_mean var var_mean layer_norm batch_norm instance_norm group_norm rms_norm",
+    "acos": "asin acosh atanh",
     "softmax": "log_softmax logsumexp scaled_dot_product_attention multi_head_attention_forward",
-    "normalize": "cosine_similarity cosine_embedding_loss weight_norm",
     "mean": "nanmean median adaptive_avg_pool2d",
-    "layer_norm": "batch_norm instance_norm group_norm rms_norm",
     "linalg": "inverse pinverse svd logdet slogdet det cholesky lstsq",
     "loss": "cross_entropy nll_loss ctc_loss kl_div gaussian_nll_loss",
-    **dict.fromkeys(("sqrt", "rsqrt", "pow", "atanh", "binary_cross_entropy", "lgamma"), ""),
+    **dict.fromkeys(("sqrt", "pow", "binary_cross_entropy"), ""),
 }
 _FAMILIES = {name: op for op, alike in _ALIKE.items() for name in (op, *alike.split())}
 WITH_POLES = ("log", "log2", "log10", "log1p", "div", "reciprocal", "rsqrt", "atanh", "lgamma")  # infinite there
@@ -84,7 +82,6 @@ class Origin:
     op: str
     line: Line | None
     call: int = -1  # its number in its forward
-    is_of_data: bool = False  # all that it was given comes from the batch
     phase: str = "forward"  # or backward
     kind: str = ""  # nan, inf; domain or error, if it raised
     inputs: tuple[Mapping[str, Any], ...] = ()
@@ -111,7 +108,6 @@ class Observations:
     is_tried: bool = False  # it, or the patched one that it is a consequence of, is patched or cannot be
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, Facts] = field(default_factory=dict)  # by row of `rows`: which of its values are unusual
-    others: int = 0  # rows that were tried where an operation of data alone breaks on `rows`, and hardly on any other
     batch_is_bad: bool = False  # it holds values that are not finite
     failure: Facts = ()  # why a replay was impossible
     # What was known before: the same on all ranks.
@@ -170,7 +166,6 @@ def merge_ranks(observed: Sequence[Observations]) -> Observations:
     """Combine what all ranks observed: the first one that found an operation names it, and rows of all count."""
     again = [one for one in observed if one.reproduced]
     failure = next((one.failure for one in observed if one.failure), ())
-    places = {(*one.origin.culprit.place.values(),) for one in again if one.origin}
     if not again:
         return Observations(failure=failure)
     return replace(
@@ -179,7 +174,6 @@ def merge_ranks(observed: Sequence[Observations]) -> Observations:
         is_compared=any(one.is_compared for one in again),
         rows=tuple(sorted({row for one in again for row in one.rows})),
         odd={row: why for one in again for row, why in one.odd.items()},
-        others=min((one.others for one in again if one.rows or one.origin), default=0) if len(places) == 1 else 0,
         batch_is_bad=any(one.batch_is_bad for one in again),
         failure=failure,
     )
@@ -223,8 +217,6 @@ def of_nonfinite(seen: Observations) -> Diagnosis:
         return Diagnosis(Cause.EXPLOSION, fact("every_batch_breaks", where=where))
     if origin is None:
         return _of_unseen(seen)
-    if seen.others and not seen.everywhere and not seen.overflows:
-        return _on_rare_rows(seen, fact("row_breaks", where=where, others=seen.others), on_operation(origin))
     if origin.op == "ctc_loss" and seen.blamed and origin.after is None and not seen.overflows:
         return on_bad_rows(dict.fromkeys(seen.blamed, fact("no_loss", where=where)))
     if origin.after is not None:  # what fails on the values of a patch is not the fault of its own line
@@ -247,24 +239,12 @@ def _of_unseen(seen: Observations) -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN, fact("reproducible", failure=[*seen.failure]))
 
 
-def _on_rare_rows(seen: Observations, why: Facts, how: Facts = (), *, patchable: bool = True) -> Diagnosis:
-    """Blame what rows give an operation of data alone: a value in its place would be made up, like data.
-
-    The line may be patched for more rows than the budget allows.
-    """
-    found = on_bad_rows(dict.fromkeys(seen.blamed, why))
-    return seen.with_line(replace(found, advice=found.advice + fact("or_fix_line", how=how)), patchable=patchable)
-
-
 def of_error(seen: Observations) -> Diagnosis:
     """Explain an exception of user code: in most cases one that other batches at the same weights do not raise."""
     origin, rows, where, error = seen.origin, [*seen.blamed], seen.where, seen.error
     has_value = origin is not None and (origin.kind == "domain" or family(origin.op) in HAVE_VALUES)
     if seen.blames_rows:
         return on_bad_rows(seen.odd)
-    if origin is not None and origin.kind == "error" and seen.others and rows:
-        why = fact("row_raises", where=where, error=error, others=seen.others)
-        return _on_rare_rows(seen, why, patchable=has_value)
     is_of_nonfinite = origin is not None and origin.kind in ("nan", "inf")
     if seen.landed < _FIRST and seen.is_thrown and (has_value or is_of_nonfinite):
         return Diagnosis(Cause.EXPLOSION, fact("every_batch_breaks", where=where))
@@ -288,6 +268,3 @@ def of_spike(seen: Observations) -> Diagnosis:
         return Diagnosis(Cause.EXPLOSION, fact("climbed", times=max(seen.climb, seen.leap)))
     alike = "other_batches_too" if seen.everywhere else "this_batch_only" if seen.is_compared else "not_compared"
     return Diagnosis(Cause.UNKNOWN, fact(alike))
-
-
-TRANSIENT = Diagnosis(Cause.TRANSIENT, fact("passed_on_replay"))
