@@ -31,7 +31,7 @@ from resilient_train.parts.code_lines import Line
 from resilient_train.parts.run import lost_eps
 
 
-def origin(op: str, *inputs: Mapping[str, Any], kind: str = "inf", **more: bool) -> Origin:
+def origin(op: str, *inputs: Mapping[str, Any], kind: str = "inf", **more: Any) -> Origin:
     return Origin(op, Line("/home/me/losses.py", 41, "net.head"), inputs=inputs, kind=kind, **more)
 
 

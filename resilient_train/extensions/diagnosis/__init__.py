@@ -197,7 +197,7 @@ def worst_weight(
     weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]
 ) -> tuple[float, Mapping[str, Any]]:
     """Find the element that is farthest from what it was before, if that is known; one that is not finite is so."""
-    farthest, found = 0.0, {}
+    farthest, found = 0.0, dict[str, Any]()
     for name, whole in weights.items():
         weight = local_part(whole)
         if not weight.is_floating_point() or not weight.numel():

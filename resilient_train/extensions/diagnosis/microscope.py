@@ -339,7 +339,7 @@ def range_of(tensor: Tensor) -> dict[str, Any]:
     if values.is_complex():
         values = values.abs()
     finite = values[values.isfinite()]
-    one = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    one: dict[str, Any] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
     one["nonfinite"] = values.numel() - finite.numel()
     if finite.numel():
         one |= {"min": finite.min().item(), "max": finite.max().item(), "smallest": finite.abs().min().item()}
