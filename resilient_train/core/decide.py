@@ -37,8 +37,8 @@ def decide(policy: Policy, case: Case, history: Sequence[Incident]) -> Decision:
         elif why := _over_budget(policy, actions, case, relevant):
             return Decision(rung=place, gave_up=why)
         elif why := _over_rows(policy, actions, case):
-            if cause is not Cause.DATA or case.diagnosis.patchable:
-                continue  # it is not known to be the data, or a patch takes any: other remedies are left
+            if cause is not Cause.DATA:
+                continue  # it is not known to be the data: other remedies are left
             return Decision(rung=place, gave_up=why)
         else:
             return Decision(actions, place)

@@ -190,9 +190,6 @@ class FedSamples(Samples):
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
         return ()  # asked by a process that has fetched nothing yet
 
-    def have_passed(self, keys: Sequence[Key]) -> bool:
-        return False  # which epoch they are of is not known
-
     def keys_at(self, start: int) -> list[Sequence[Key]]:
         return self.at(start).keys
 

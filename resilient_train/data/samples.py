@@ -122,11 +122,6 @@ class Samples(ABC):
         """Return the rows at these positions; none if they have no index."""
         return tuple(sorted({key.row for key in self.stream.keys(start, stop)}))
 
-    def have_passed(self, keys: Sequence[Key]) -> bool:
-        """Whether all of these rows came in an earlier epoch, and were not skipped with their update there."""
-        left_out = {key.row for span in self.skipped for key in self.stream.keys(*span)}
-        return all(key.epoch > 0 and key.row not in left_out for key in keys)
-
     def keys_at(self, start: int) -> list[Sequence[Key]]:
         return self.slicing.of_this_rank(self.stream.take(start, self.slicing.samples)[2])
 

@@ -33,18 +33,16 @@ class Body(nn.Module):
         return self.does(self.layer(inputs))
 
 
-def origin_of(does: Callable[[Tensor], Tensor], inputs: Tensor | None = None, look_at: int | None = None) -> Any:
+def origin_of(does: Callable[[Tensor], Tensor], inputs: Tensor | None = None) -> Any:
     torch.manual_seed(0)
     model = Body(does)
     inputs = torch.randn(3, 4) if inputs is None else inputs
-    with Microscope(model, is_patched, look_at) as microscope:
+    with Microscope(model, is_patched) as microscope:
         microscope.knows([inputs])
         loss = model(inputs)
         microscope.judge(loss)
         loss.backward()
-    if look_at is not None:
-        return microscope.inputs
-    return microscope.backward if loss.isfinite() else microscope.of_loss
+    return microscope.origin
 
 
 def line_of(does: Callable[..., Any], mark: str = "# breaks") -> int:
@@ -194,16 +192,15 @@ def test_a_healthy_model_shows_nothing_and_computes_the_same() -> None:
         with watching:
             model(inputs).square().mean().backward()
         grads.append([weight.grad for weight in model.parameters() if weight.grad is not None])
-    assert (microscope.of_loss, microscope.backward) == (None, None)
+    assert microscope.origin is None
     assert all(map(torch.equal, *grads))
 
 
-def test_a_second_look_tells_what_the_inputs_were() -> None:
-    """Of the call whose backward is to blame: shape, type, range, zeros, the smallest magnitude."""
-    distances = BIRTHS["distances"][-1]
-    (inputs,) = origin_of(distances, look_at=origin_of(distances).call)
-    assert (inputs["shape"], inputs["dtype"], inputs["zeros"], inputs["nonfinite"]) == ([3, 3], "float32", 3, 0)
-    assert inputs["min"] == 0.0 < inputs["smallest"] <= inputs["max"]
+def test_what_the_inputs_were() -> None:
+    """Of the call whose backward is to blame: shape, type, range, the smallest magnitude."""
+    (inputs,) = origin_of(BIRTHS["distances"][-1]).inputs
+    assert (inputs["shape"], inputs["dtype"], inputs["nonfinite"]) == ([3, 3], "float32", 0)
+    assert inputs["min"] == inputs["smallest"] == 0.0 < inputs["max"]
 
 
 class Careless(torch.autograd.Function):

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_train.extensions.diagnosis import of_state
-from resilient_train.extensions.diagnosis.rows import far_above, guilty, nonfinite_fields, outlying_fields, usual_sizes
+from resilient_train.extensions.diagnosis import worst_weight
+from resilient_train.extensions.diagnosis.rows import guilty, nonfinite_fields, outlying_fields
 from resilient_train.extensions.diagnosis.verdict import (
-    NOT_AT_ZERO,
     Observations,
+    Origin,
     climbed,
     of_error,
     of_nonfinite,
@@ -25,17 +25,18 @@ from resilient_train.extensions.diagnosis.verdict import (
     on_operation,
 )
 from resilient_train.ground.sentences import SENTENCES, SINGULAR
-from resilient_train.ground.types import Anomaly, Cause, Culprit, Facts, Signal, fact
+from resilient_train.ground.types import Cause, Facts, fact
 from resilient_train.ground.wording import say
+from resilient_train.parts.code_lines import Line
 from resilient_train.parts.run import lost_eps
 
 
-def culprit(op: str, *inputs: Mapping[str, Any]) -> Culprit:
-    return Culprit("forward", op, "net.head", "/home/me/losses.py", 41, inputs)
+def origin(op: str, *inputs: Mapping[str, Any], kind: str = "inf", **more: Any) -> Origin:
+    return Origin(op, Line("/home/me/losses.py", 41, "net.head"), inputs=inputs, kind=kind, **more)
 
 
-def values(low: float, high: float, *, zeros: int = 0, smallest: float = 1e-3) -> dict[str, Any]:
-    held = {"min": low, "max": high, "zeros": zeros, "smallest": smallest}
+def values(low: float, high: float, smallest: float = 1e-3) -> dict[str, Any]:
+    held = {"min": low, "max": high, "smallest": smallest}
     return {"shape": [8], "dtype": "float32", "nonfinite": 0, **held}
 
 
@@ -43,29 +44,29 @@ AGAIN = Observations(reproduced=True)
 EVERYWHERE = Observations(reproduced=True, everywhere=True, is_compared=True)
 ONLY_HERE = Observations(reproduced=True, is_compared=True)
 ODD = {4: fact("text", text="[1] is 1e+30")}
-UNIT, ZEROS, HUGE, LOGS = values(0, 1), values(0, 1, zeros=3), values(-1e30, 1e30), values(-9, 0)
+UNIT, ZEROS, HUGE, LOGS = values(0, 1), values(0, 1, 0.0), values(-1e30, 1e30), values(-9, 0)
 
 
 def broke(op: str, *inputs: Mapping[str, Any], kind: str = "inf", seen: Observations = AGAIN, **more: Any) -> Any:
-    return replace(seen, culprit=culprit(op, *inputs), kind=kind, **more)
+    return replace(seen, origin=origin(op, *inputs, kind=kind), **more)
 
 
 @pytest.mark.parametrize(
     ("seen", "climb", "cause", "said"),
     [
-        (broke("log", ZEROS), 1, Cause.OPERATION, "3 elements"),
-        (broke("pow", values(-3, 2), kind="nan"), 1, Cause.OPERATION, "-3"),
+        (broke("log", ZEROS), 1, Cause.OPERATION, "infinite at 0"),
+        (broke("pow", values(-3, 2), kind="nan"), 1, Cause.OPERATION, "negative base"),
         # The slope of a fractional power at 0, next to values above 1.
-        (broke("pow", values(0, 50, zeros=2)), 1, Cause.OPERATION, "2 elements equal to 0"),
-        (broke("pow", values(0, 1e25, zeros=2)), 1, Cause.OVERFLOW, "1e+25"),
+        (broke("pow", values(0, 50, 0.0)), 1, Cause.OPERATION, "steep, at 0"),
+        (broke("pow", values(0, 1e25, 0.0)), 1, Cause.OVERFLOW, "wider type"),
         # The slope of 1 / (1 + exp(-x)): NaN, because exp overflows.
-        (broke("exp", values(-310, 95), kind="nan"), 1, Cause.OVERFLOW, "of values up to 95"),
+        (broke("exp", values(-310, 95), kind="nan"), 1, Cause.OVERFLOW, "wider type"),
         (broke("linalg_det", values(-9, 90)), 1, Cause.OVERFLOW, "wider type"),
         (broke("linalg_inv", UNIT), 1, Cause.OPERATION, "identity"),
         (broke("ctc_loss", LOGS, seen=EVERYWHERE), 1, Cause.OPERATION, "empty, too long"),
         (broke("mul", HUGE, seen=ONLY_HERE, rows=(4,)), 1e5, Cause.OVERFLOW, "row 4"),
         # An ordinary row that a singular operation meets.
-        (broke("sqrt", values(0, 1, zeros=1), rows=(7,)), 1, Cause.OPERATION, "1 element equal to 0"),
+        (broke("sqrt", ZEROS, rows=(7,)), 1, Cause.OPERATION, "Seen with row 7."),
     ],
 )
 def test_what_an_operation_met(seen: Observations, climb: float, cause: Cause, said: str) -> None:
@@ -76,36 +77,40 @@ def test_what_an_operation_met(seen: Observations, climb: float, cause: Cause, s
 
 
 ROW = replace(ONLY_HERE, rows=(4,))
-RARE = broke("sqrt", ZEROS, seen=ROW, others=128)
+GIVEN, FAILED = origin("fill", kind="nan", was_given=True), origin("sqrt", kind="error")
+NUMBER, PRODUCT = origin("mul", HUGE, is_scalar=True), origin("prod", HUGE, is_scalar=True)
 RAISED = broke("Mine", UNIT, seen=ROW, kind="error", error="ValueError: no")
 THROWN = broke("Normal", HUGE, seen=EVERYWHERE, kind="domain", landed=2)
 # What is said, of what cause and whom it blames; and what matters to it: without that something else is said.
 OF_NONFINITE: list[tuple[str, Any, str, dict[str, Any], str]] = [
     ("bad_rows", replace(ROW, odd=ODD), "data rows", {"rows": (4, 5)}, "rows_fail"),
     ("batch_not_finite", replace(AGAIN, batch_is_bad=True), "data", {"everywhere": True}, "reproducible"),
-    ("is_given", broke("fill", kind="nan", was_given=True), "operation line", {"was_given": False}, "makes_nonfinite"),
+    (
+        "is_given",
+        replace(AGAIN, origin=GIVEN),
+        "operation line",
+        {"origin": origin("fill", kind="nan")},
+        "makes_nonfinite",
+    ),
     ("climbed", replace(AGAIN, climb=1e5), "explosion", {"is_compared": True}, "reproducible"),
     ("climbed", broke("mul", HUGE, climb=1e5), "explosion", {"climb": 9.0}, "overflows"),
     ("every_batch_breaks", broke("mul", HUGE, seen=EVERYWHERE, landed=9), "explosion", {"landed": 0}, "overflows"),
-    ("gradient_too_large", replace(ROW, size=1e25), "overflow rows", {"size": 1e3}, "rows_fail"),
     ("ordinary_rows", replace(ROW, climb=1e5), "unknown suspects", {"climb": 9.0}, "rows_fail"),
     ("rows_fail", ROW, "unknown rows", {"rows": ()}, "reproducible"),
     ("reproducible", replace(AGAIN, failure=fact("text", text="it cannot")), "unknown", {"climb": 1e5}, "climbed"),
-    ("overflows", broke("mul", HUGE), "overflow line patch", {"culprit": culprit("sqrt")}, "singular"),
+    ("overflows", broke("mul", HUGE), "overflow line patch", {"origin": origin("sqrt")}, "singular"),
     # A single number is patched only if it is a product of many. A loss that overflows has to stay visible.
-    ("overflows", broke("mul", HUGE, is_scalar=True), "overflow line", {"culprit": None}, "reproducible"),
-    ("overflows", broke("prod", HUGE, is_scalar=True), "overflow line patch", {"culprit": None}, "reproducible"),
-    ("bad_rows", RARE, "data line rows patch", {"others": 0}, "singular"),
+    ("overflows", replace(AGAIN, origin=NUMBER), "overflow line", {"origin": None}, "reproducible"),
+    ("overflows", replace(AGAIN, origin=PRODUCT), "overflow line patch", {"origin": None}, "reproducible"),
     ("bad_rows", broke("ctc_loss", LOGS, seen=ROW), "data rows", {"everywhere": True}, "singular"),
-    ("singular", broke("sqrt", seen=ROW), "operation line patch", {"culprit": None}, "rows_fail"),
-    ("singular", broke("sqrt", seen=ROW, is_tried=True), "operation line rows patch", {"culprit": None}, "rows_fail"),
+    ("singular", broke("sqrt", seen=ROW), "operation line patch", {"origin": None}, "rows_fail"),
+    ("singular", broke("sqrt", seen=ROW, is_tried=True), "operation line rows patch", {"origin": None}, "rows_fail"),
 ]
 OF_ERROR: list[tuple[str, Any, str, dict[str, Any], str]] = [
     ("bad_rows", replace(ROW, odd=ODD), "data rows", {"odd": {}}, "rows_raised"),
-    ("bad_rows", replace(RAISED, others=128), "data line rows", {"others": 0}, "rows_raised"),
     ("every_batch_breaks", THROWN, "explosion", {"landed": 5}, "raised"),
-    ("singular", broke("sqrt", kind="nan"), "operation line patch", {"kind": "error"}, "batches_raise"),
-    ("raised", broke("cholesky", kind="error"), "operation line patch", {"culprit": culprit("f")}, "batches_raise"),
+    ("singular", broke("sqrt", kind="nan"), "operation line patch", {"origin": FAILED}, "batches_raise"),
+    ("raised", broke("cholesky", kind="error"), "operation line patch", {"origin": FAILED}, "batches_raise"),
     ("rows_raised", RAISED, "data rows", {"everywhere": True}, "batches_raise"),
     ("batches_raise", replace(EVERYWHERE, error="no"), "unknown", {"everywhere": False, "rows": (4,)}, "rows_raised"),
 ]
@@ -133,7 +138,7 @@ def test_what_is_said(explain: Any, says: str, seen: Any, blamed: str, differs: 
     assert {one["fact"] for one in found.advice} <= SENTENCES.keys()
 
 
-LOOP, LARGE = values(-5, 5, zeros=800), values(-1e9, 1e9)
+LOOP, LARGE = values(-5, 5, 0.0), values(-1e9, 1e9)
 
 
 @pytest.mark.parametrize(
@@ -154,16 +159,15 @@ LOOP, LARGE = values(-5, 5, zeros=800), values(-1e9, 1e9)
         # Where every batch breaks after the loss has leaped, the line is one of many that do.
         (broke("layer_norm", LARGE, seen=EVERYWHERE, kind="nan"), 1e6, 9, Cause.EXPLOSION),
         (broke("layer_norm", LARGE, seen=EVERYWHERE, kind="nan"), 1e3, 9, Cause.OPERATION),
-        # Near a pole losses are large before one is infinite, but not so large at once in every batch.
+        # Near a pole losses are large before one is infinite.
         (broke("div", LARGE, seen=EVERYWHERE, kind="nan"), 1e18, 9, Cause.OPERATION),
-        (broke("div", values(-1, 1), seen=EVERYWHERE), 1e18, 2, Cause.EXPLOSION),
     ],
 )
 def test_a_line_is_not_blamed_where_the_weights_have_led_it_there(
     seen: Observations, leap: float, landed: int, cause: Cause
 ) -> None:
     """Only where every batch breaks, soon after the first updates or after the loss has leaped."""
-    explain = of_error if seen.kind in ("domain", "error") else of_nonfinite
+    explain = of_error if seen.origin and seen.origin.kind in ("domain", "error") else of_nonfinite
     found = explain(replace(seen, leap=leap, landed=landed, error="ValueError: no"))
     assert (found.cause, found.culprit is None) == (cause, cause is Cause.EXPLOSION)
 
@@ -210,17 +214,11 @@ def test_what_is_odd_about_a_row() -> None:
     assert outlying_fields((torch.randn(8), 1.5), others, 4.0) == ()
     far = outlying_fields((torch.randn(8), -4e6), others, 1e4)
     assert said_of(far) == ["element 1 is -4e+06, where 50 other rows stay within ±1"]
-    usual = usual_sizes([{"x": torch.tensor([[0.5, n / 8]])} for n in range(8)])
-    assert far_above({"x": torch.tensor([[-2.0, 0.0]])}, usual, 10.0) == ()
-    for odd, value in ((torch.tensor([[0.0, -367.0]]), -367.0), (torch.tensor([[0.0, 367.0j]]), 367.0)):
-        expected = fact("row_above_most", field="['x']", at=[0, 1], value=value, usual=0.75)
-        assert far_above({"x": odd}, usual, 10.0) == expected
     common = [(torch.randn(8), 0.0) for _ in range(50)]
     assert outlying_fields((torch.randn(8), 1.0), common, 4.0) == ()  # of a rare class, which is nothing odd
     assert len(outlying_fields((torch.randn(8), 1e6), common, 4.0)) == 1
 
 
-KELVIN = [280.0 + n for n in range(40)]
 CHANCES = [0.05 + n / 100 for n in range(64)]
 
 
@@ -233,16 +231,9 @@ CHANCES = [0.05 + n / 100 for n in range(64)]
         (1e-3, CHANCES, False),
         (1e-6, [n / 100 for n in range(64)], False),  # some are 0: it is no field that has to be positive
         (0.0005, [0.9, 0.8], False),  # two rows show nothing
-        # Far out of a narrow range.
-        (-10.0, KELVIN, True),  # degrees of another scale
-        (1000.0, KELVIN, False),  # a tail, which an operation has to take
-        (-10.0, [-10.0, -12.0, *KELVIN], True),  # two others are as bad
-        (-10.0, KELVIN[:10], False),  # too few to say
-        (20.0, [n / 8 - 2.5 for n in range(40)], False),  # around 0
-        (3.0, [2.0] * 40, False),  # the others are one class
     ],
 )
-def test_a_value_far_out_of_where_all_others_are_is_odd(value: float, others: list[float], is_odd: bool) -> None:
+def test_a_value_far_below_all_others_is_odd(value: float, others: list[float], is_odd: bool) -> None:
     found = say(outlying_fields({"at": value}, [{"at": one} for one in others], 1e3))
     assert bool(found) is is_odd
     assert not is_odd or found.startswith(f"['at'] is {value:.3g}, where nearly all of {len(others)} other rows")
@@ -252,13 +243,9 @@ def test_damage_names_the_element() -> None:
     before = {"a.weight": torch.ones(3, 4), "b.bias": torch.zeros(5)}
     weights = {name: weight.clone() for name, weight in before.items()}
     weights["a.weight"][1, 2] = 900.0
-    jump = Anomaly(Signal.WEIGHTS_JUMP, 9, 9, 5)
-    found: Any = of_state(jump, weights, before, [])
-    assert found[1].cause is Cause.CORRUPTION
-    assert "`a.weight` went from 1 to 900 at [1, 2]" in say(found[1].advice)
+    assert worst_weight(weights, before) == (899, {"name": "a.weight", "at": [1, 2], "before": 1, "now": 900})
     weights["b.bias"][3] = math.nan
-    found = of_state(replace(jump, signal=Signal.NONFINITE_WEIGHTS), weights, before, [])
-    assert "`b.bias` is nan at [3]" in say(found[1].advice)
+    assert worst_weight(weights, {})[1]["at"] == [3]
 
 
 def test_an_epsilon_that_its_type_cannot_hold() -> None:
@@ -268,13 +255,10 @@ def test_an_epsilon_that_its_type_cannot_hold() -> None:
         weight = torch.nn.Parameter(torch.ones(2, dtype=dtype))
         optimizer = torch.optim.AdamW([weight], eps=eps)
         assert (lost_eps([optimizer]) is not None) == is_lost
-        found = of_state(Anomaly(Signal.NONFINITE_OPTIMIZER, 3, 3, 1), {"w": weight}, {}, [optimizer])
-        assert (found is not None and found[1].cause is Cause.OPTIMIZER) == is_lost
 
 
 def test_every_singular_operation_has_advice() -> None:
     for op in SINGULAR:
-        (found,) = on_operation(culprit(op, values(0, 1, zeros=32)))
+        (found,) = on_operation(origin(op, ZEROS))
         assert (found["fact"], found["family"]) == ("singular", op)
-        assert ("zeros" in found) == (op not in NOT_AT_ZERO)
         assert say([found]).startswith(f"`{op}` at losses.py:41 ")

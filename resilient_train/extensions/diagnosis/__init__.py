@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from itertools import chain
 from math import inf
 from operator import attrgetter, itemgetter
@@ -14,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from resilient_train.core import randomness
 from resilient_train.core.protocols import Diagnoser, NewRegime
@@ -23,19 +20,16 @@ from resilient_train.core.state import copy_pairs, is_pair
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.tree import Share, is_sharded, local_part
 from resilient_train.data.history import Leap
-from resilient_train.data.stream import Key
 from resilient_train.extensions import Extension
 from resilient_train.extensions.diagnosis import rows as by_rows
 from resilient_train.extensions.diagnosis import verdict
-from resilient_train.extensions.diagnosis.replay import Replay
-from resilient_train.extensions.diagnosis.search import NONFINITE, Search
+from resilient_train.extensions.diagnosis.search import NONFINITE, Replay, Search
 from resilient_train.ground.types import (
     OF_THE_LOSS,
     SPIKES,
     Anomaly,
     Cause,
     Diagnosis,
-    Facts,
     Incident,
     Signal,
     by_signal,
@@ -52,9 +46,7 @@ _OF_THE_RATE = (
     Signal.NONFINITE_OPTIMIZER,
 )
 _MIN_SHARE = 0.5  # of a rise of the loss: what causes less of it is not to blame
-_AHEAD = 2048  # samples ahead that are searched as well, once bad rows are found
 _FAR_LOWER = 2.0  # times
-_FAR_ABOVE = 100.0  # times what three of four rows do not exceed
 _LOSS = attrgetter("loss")
 
 
@@ -102,7 +94,10 @@ class CauseFinder(Extension, Diagnoser):
             found = verdict.on_bad_rows(*failed)
         elif not anomaly.landed or anomaly.signal in NONFINITE:
             found = self._bad_rows(update) if anomaly.signal is Signal.NONFINITE_BATCH else None
-            found = found or (self._of_refused(anomaly, refused) if refused is not None else None)
+            if refused is not None and anomaly.signal in SPIKES:
+                self._require_same_losses(anomaly, self._run.updates.recent_measurements()[0][-1])
+            if found is None and refused is not None and self._search is not None:
+                found = self._search.diagnose(anomaly, refused)
             found = found or by_signal(anomaly)
         elif anomaly.signal in OF_THE_LOSS and not is_sudden and self._run.checks.episode.reference is not None:
             losses = [*map(_LOSS, self._run.updates.around(anomaly.since)[0])]
@@ -118,71 +113,41 @@ class CauseFinder(Extension, Diagnoser):
             return Diagnosis(Cause.RATE, rose, usual_rate=leap.usual, leapt_to=to)
         return found
 
-    def _of_refused(self, anomaly: Anomaly, refused: Transaction) -> Diagnosis | None:
-        is_spike, search = anomaly.signal in SPIKES, self._search
-        if is_spike:
-            self._require_same_losses(anomaly, self._run.updates.recent_measurements()[0][-1])
-        found = search.diagnose(anomaly, refused) if search is not None else None
-        if not is_spike or (search is not None and (found is None or found.cause is not Cause.DATA)):
-            return found
-        more = self._find_outlier_rows(refused.update.start)  # those to come as well
-        if found is None or more is None:
-            return found or more
-        return replace(found, rows=tuple(sorted({*found.rows, *more.rows})), reasons={**more.reasons, **found.reasons})
-
     def _bad_rows(self, update: Update) -> Diagnosis | None:
         """Find the rows whose values are not finite. This takes no replay."""
-        keys = chain.from_iterable(update.keys) if self._run.samples.rows else ()
+        odd = {}
         with randomness.preserved(self._run.world.device):  # fetching rows changes it
-            odd = self._odd_among(keys, lambda row: by_rows.nonfinite_fields(row)[:3])
+            for key in chain.from_iterable(update.keys) if self._run.samples.rows else ():
+                self._run.beat()
+                if why := by_rows.nonfinite_fields(self._run.samples.fetched(key)):
+                    odd[key.row] = why[:3]
         by_rank = self._run.world.all_of(odd)
         return verdict.on_bad_rows(*by_rank) if any(by_rank) else None
 
     def _damage(self, anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis:
         """What is wrong with weights or moments: the worst that any rank has found. Raises NewRegime."""
-        if anomaly.signal is Signal.WEIGHTS_JUMP and not anomaly.ranks:
+        run, signal = self._run, anomaly.signal
+        is_jump, found = signal is Signal.WEIGHTS_JUMP, by_signal(anomaly)
+        if is_jump and not anomaly.ranks:
             self._require_worse_weights(anomaly)
-        verified, model = self._run.ring.verified_until(anomaly.since), self._run.state.model
-        before: Mapping[str, Any] = verified[0].parts["weights"] if verified else {}
-        mine = of_state(anomaly, dict(model.named_parameters()), before, self._run.updater.optimizers)
-        # A healthy rank also names the weight that moved most, so keep only the anomaly's ranks.
-        theirs = enumerate(self._run.world.all_of(mine))
-        blamed = [one for rank, one in theirs if one is not None and (not anomaly.ranks or rank in anomaly.ranks)]
-        found = max(blamed, key=itemgetter(0))[1] if blamed else by_signal(anomaly)
+        may_be_eps = signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER)
+        if may_be_eps and (lost := lost_eps(run.updater.optimizers)):
+            return Diagnosis(Cause.OPTIMIZER, lost)
+        verified = run.ring.verified_until(anomaly.since) if is_jump else []
+        if is_jump or signal is Signal.NONFINITE_WEIGHTS:
+            before: Mapping[str, Any] = verified[0].parts["weights"] if verified else {}
+            by_rank = run.world.all_of(worst_weight(dict(run.state.model.named_parameters()), before))
+            # A healthy rank also names the weight that moved most, so keep only the anomaly's ranks.
+            far, worst = max((by_rank[rank] for rank in anomaly.ranks or range(len(by_rank))), key=itemgetter(0))
+            if far > 0:
+                kind = "weight_moved" if is_jump else "weight_not_finite"
+                found = Diagnosis(Cause.CORRUPTION, fact(kind, **worst, step=anomaly.step))
         # With the same gradients every optimizer comes to the same weights on all ranks. Other weights that break again
         # at the same place, after the updates were retried, are no accident of the hardware.
-        may_be = blamed and found.cause is Cause.CORRUPTION and anomaly.signal is not Signal.RANK_MISMATCH
         seen = {(one.anomaly.signal, one.anomaly.since) for one in history[-2:]}
-        if may_be and (anomaly.signal, anomaly.since) in seen:
+        if found.cause is Cause.CORRUPTION and signal is not Signal.RANK_MISMATCH and (signal, anomaly.since) in seen:
             return Diagnosis(Cause.OPTIMIZER, fact("again_after_rewind") + found.advice)
         return found
-
-    def _find_outlier_rows(self, start: int) -> Diagnosis | None:
-        """Look in an update for rows whose values are far above those of others, then also in those to come. Without a
-        replay they have to be very large: nothing else can explain them.
-        """
-        samples, world = self._run.samples, self._run.world
-        if not samples.rows:
-            return None
-        with randomness.preserved(world.device):  # fetching rows changes it
-            keys = [*chain.from_iterable(samples.keys_at(start))]
-            others = samples.others(keys[: by_rows.OTHERS], 0, least=by_rows.ENOUGH)
-            usual = by_rows.usual_sizes([self._fetched(key) for key in others])
-            far_above = partial(by_rows.far_above, usual=usual, times=_FAR_ABOVE)
-            odd = self._odd_among(keys, far_above)
-            if not any(world.all_of(bool(odd))):
-                return None
-            for ahead in samples.starts(start, _AHEAD):
-                odd |= self._odd_among(chain.from_iterable(samples.keys_at(ahead)), far_above)
-        return verdict.on_bad_rows(*world.all_of(odd))
-
-    def _fetched(self, key: Key) -> Any:
-        self._run.beat()
-        return self._run.samples.fetched(key)
-
-    def _odd_among(self, keys: Iterable[Key], says: Callable[[Any], Facts]) -> dict[int, Facts]:
-        found = ((key.row, says(self._fetched(key))) for key in keys)
-        return {row: why for row, why in found if why}
 
     def _require_same_losses(self, anomaly: Anomaly, now: float, level: float | None = None) -> None:
         """Raise NewRegime if samples have lost their loss at the weights that they had it with: no update or rate can
@@ -223,33 +188,15 @@ class CauseFinder(Extension, Diagnoser):
         for place in range(2, len(losses) - 1):
             earlier, later = losses[:place], losses[place:]
             if 0 <= _FAR_LOWER * max(later) < min(earlier):
-                was = median(earlier)
-                raise NewRegime(fact("fell", was=was, now=median(later)), was)
-
-
-def of_state(
-    anomaly: Anomaly,
-    weights: Mapping[str, Tensor],
-    before: Mapping[str, Tensor | Share],
-    optimizers: Sequence[Optimizer],
-) -> tuple[float, Diagnosis] | None:
-    """Say what is wrong on this rank, and how bad it is; `before` are weights of a verified state, if there is one."""
-    if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
-        return inf, Diagnosis(Cause.OPTIMIZER, lost)
-    is_jump = anomaly.signal is Signal.WEIGHTS_JUMP
-    if not is_jump and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
-        return None
-    if (worst := _worst(weights, before if is_jump else {})) is None:
-        return None
-    far, found = worst
-    what = fact("weight_moved" if is_jump else "weight_not_finite", **found, step=anomaly.step)
-    return far, Diagnosis(Cause.CORRUPTION, what)
+                raise NewRegime(fact("fell", was=median(earlier), now=median(later)), median(earlier))
 
 
 @torch.no_grad()
-def _worst(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]) -> tuple[float, dict[str, Any]] | None:
+def worst_weight(
+    weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]
+) -> tuple[float, Mapping[str, Any]]:
     """Find the element that is farthest from what it was before, if that is known; one that is not finite is so."""
-    farthest, found = 0.0, None
+    farthest, found = 0.0, dict[str, Any]()
     for name, whole in weights.items():
         weight = local_part(whole)
         if not weight.is_floating_point() or not weight.numel():
@@ -258,6 +205,6 @@ def _worst(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]) 
         far, flat = (weight - was).abs().nan_to_num(inf).flatten().max(dim=0)
         if float(far) > farthest:
             farthest, place = float(far), [int(one) for one in torch.unravel_index(flat, weight.shape)]
-            values = {"before": float(was[tuple(place)]), "now": float(weight[tuple(place)])}
-            found = farthest, {"name": name, "at": [] if is_sharded(whole) else place, **values}
-    return found
+            found = {"name": name, "at": [] if is_sharded(whole) else place}
+            found |= {"before": float(was[tuple(place)]), "now": float(weight[tuple(place)])}
+    return farthest, found

@@ -18,26 +18,25 @@ from resilient_train.core.tree import leaves
 from resilient_train.data.trees import rebuilt
 from resilient_train.extensions.diagnosis import rows, verdict
 from resilient_train.extensions.diagnosis.microscope import floating, range_of
-from resilient_train.extensions.diagnosis.replay import Replay
+from resilient_train.extensions.diagnosis.search import Replay
 from resilient_train.extensions.diagnosis.verdict import Observations
 from resilient_train.ground.types import Diagnosis
 from resilient_train.ground.wording import blamed, say
 from resilient_train.parts.modes import Attributes
-from resilient_train.parts.run import Measured, nonfinite
+from resilient_train.parts.run import Measured
 
 
 @dataclass
 class Layer:
     """What one layer put out, and the gradient that arrived there."""
 
-    name: str  # its path in the model
-    kind: str  # its class
+    name: str  # its path in the model and its class
     output: Mapping[str, Any]  # shape, type and range
     gradient: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
         there = f"; gradient {_range(self.gradient)}" if self.gradient is not None else ""
-        return f"{self.name or 'the model'} ({self.kind}): {_described(self.output)}{there}"
+        return f"{self.name}: {self.output['shape']} {self.output['dtype']}, {_range(self.output)}{there}"
 
 
 @dataclass(frozen=True)
@@ -46,33 +45,26 @@ class Examined:
 
     loss: float
     grad_norm: float
-    batch: tuple[Mapping[str, Any], ...]  # the ranges of its tensors
-    layers: tuple[Layer, ...]  # in the order of the forward
-    weights: Mapping[str, float]  # the norm of each weight's gradient
+    layers: tuple[Layer, ...]  # the tensors of the batch, then the layers in the order of the forward
     diagnosis: Diagnosis | None  # of what is not finite: operation, line and advice, as far as they are known
-    remarks: tuple[str, ...]
 
     @property
     def is_healthy(self) -> bool:
         return isfinite(self.loss) and isfinite(self.grad_norm)
 
     def __str__(self) -> str:
-        lines = [f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.4g}"]
-        lines += [f"batch: {_described(one)}" for one in self.batch]
-        lines += map(str, self.layers)
+        lines = [f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.4g}", *map(str, self.layers)]
         if self.diagnosis is not None:
             where = f" ({say(blamed(self.diagnosis)[:1])})" if self.diagnosis.culprit is not None else ""
             lines += [f"cause {self.diagnosis.cause}{where}", f"advice: {say(self.diagnosis.advice)}"]
-        elif self.is_healthy and not self.remarks:
-            lines.append("nothing here is out of order")
-        return "\n".join([*lines, *self.remarks])
+        return "\n".join(lines)
 
 
 def examine(model: nn.Module, objective: Callable[[Any, Any], Any], batch: Any) -> Examined:
     """Run forward and backward of one batch under the microscope; model, gradients and random numbers are restored.
 
-    `objective` is called as `(model, batch)` and returns the loss, or the loss and metrics. It runs three times.
-    Its precision is that of the model: give what `accelerator.prepare` returned.
+    `objective` is called as `(model, batch)` and returns the loss, or the loss and metrics. Its precision is that of
+    the model: give what `accelerator.prepare` returned.
     """
     device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
     batch = rebuilt(batch, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
@@ -88,28 +80,16 @@ def examine(model: nn.Module, objective: Callable[[Any, Any], Any], batch: Any) 
         drop_gradients=model.zero_grad,
         trained=[weight for weight in model.parameters() if weight.requires_grad],
     )
-    layers: list[Layer] = []
+    layers = [Layer("batch", range_of(one)) for one in floating(leaves(batch))]
     with _listening(getattr(model, "_orig_mod", model), layers):
-        first = replay.of([batch], 0)
-    origin = replay.under_microscope([batch], 0).origin
-    bad_fields = rows.nonfinite_fields(batch)
+        found = replay.of([batch], 0, watched=True)
     diagnosis = None
-    if not (isfinite(first.loss) and isfinite(first.norm)):
-        seen = Observations(reproduced=True, batch_is_bad=bool(bad_fields), size=first.norm, error=first.raised)
-        seen = origin.noted(seen) if origin is not None else seen
-        diagnosis = verdict.of_error(seen) if first.raised else verdict.of_nonfinite(seen)
-    return Examined(
-        first.loss,
-        first.norm,
-        batch=tuple(map(range_of, floating(leaves(batch)))),
-        layers=tuple(layers),
-        weights=first.by_layer,
-        diagnosis=diagnosis,
-        remarks=(
-            *(f"the batch: {say([one])}" for one in bad_fields),
-            *(say([one]) for one in nonfinite(first.by_layer)),
-        ),
-    )
+    if not (isfinite(found.loss) and isfinite(found.norm)):
+        bad = rows.nonfinite_fields(batch)
+        failure = bad or found.failure
+        seen = Observations(True, origin=found.origin, batch_is_bad=bool(bad), error=found.raised, failure=failure)
+        diagnosis = verdict.of_error(seen) if found.raised else verdict.of_nonfinite(seen)
+    return Examined(found.loss, found.norm, tuple(layers), diagnosis)
 
 
 @contextmanager
@@ -120,10 +100,11 @@ def _listening(model: nn.Module, layers: list[Layer]) -> Iterator[None]:
     def saw(name: str, module: nn.Module, inputs: Any, result: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # a checkpoint computes it again, in backward
             return
-        for one in floating(result):
-            layers.append(layer := Layer(name, type(module).__name__, range_of(one)))
-            if one.requires_grad:
-                hooks.append(one.register_hook(partial(arrived, layer)))  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunction():  # what this does is no operation of the model
+            for one in floating(result):
+                layers.append(layer := Layer(f"{name or 'the model'} ({type(module).__name__})", range_of(one)))
+                if one.requires_grad:
+                    hooks.append(one.register_hook(partial(arrived, layer)))  # type: ignore[no-untyped-call]
 
     def arrived(layer: Layer, gradient: Tensor) -> None:
         layer.gradient = range_of(gradient)
@@ -136,10 +117,6 @@ def _listening(model: nn.Module, layers: list[Layer]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _described(found: Mapping[str, Any]) -> str:
-    return f"{found['shape']} {found['dtype']}, {_range(found)}"
 
 
 def _range(found: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,62 +26,25 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from resilient_train.core.tree import leaves
-from resilient_train.extensions.diagnosis.verdict import Observations, is_plain
-from resilient_train.ground.operations import is_in_place, is_random, op_name
-from resilient_train.ground.types import Culprit
+from resilient_train.extensions.diagnosis.verdict import Origin, is_plain
+from resilient_train.ground.operations import is_in_place, op_name
 from resilient_train.parts.code_lines import CALLERS, Line, is_users, line_of, user_line
 
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
 _ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "data")  # that run operations
-_LEAVES_TORCH = ("item", "tolist", "numpy", "__float__", "__int__", "__index__", "__complex__", "__array__")
 _IN_TRACEBACK = re.compile(r'File "(.+)", line (\d+), in ')
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """One call of an operation; its `kind` says what that made of values that are finite."""
-
-    op: str
-    line: Line | None
-    call: int = -1  # its number in its forward
-    is_of_data: bool = False  # all that it was given comes from the batch
-    phase: str = "forward"  # or backward
-    kind: str = ""  # nan, inf; domain or error, if it raised
-    inputs: tuple[Mapping[str, Any], ...] = ()
-    is_scalar: bool = False  # its result is a single number
-    was_given: bool = False  # it did not make that: the program gave it to it, as a constant or from outside of torch
-    after: Origin | None = None  # the first patched operation that broke on the way to it: this one is a consequence
-    of_inputs: Origin | None = None  # of inputs that are not finite
-
-    @property
-    def culprit(self) -> Culprit:
-        """The same as a record without torch."""
-        line = self.line or Line("", 0)
-        return Culprit(self.phase, self.op, line.module, line.file, line.line, self.inputs)
-
-    def noted(self, facts: Observations) -> Observations:
-        after = self.after.culprit if self.after is not None else None
-        return replace(
-            facts, culprit=self.culprit, kind=self.kind, is_scalar=self.is_scalar, was_given=self.was_given, after=after
-        )
-
-
 class Microscope(TorchFunctionMode):
-    """Enter it around forward and backward; its public attributes are what it saw.
+    """Enter it around forward and backward; `origin` is what it saw."""
 
-    Keeping all inputs would double activations: a second replay looks at those of the guilty call, number `look_at`.
-    """
-
-    def __init__(
-        self, model: nn.Module, is_patched: Callable[[str, int, str], bool], look_at: int | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, is_patched: Callable[[str, int, str], bool]) -> None:
         super().__init__()
         self.of_loss: Origin | None = None  # of the value that made the loss what it is
         self.backward: Origin | None = None  # the first one in backward
         self.of_error: Origin | None = None  # of the exception that ended forward or backward
-        self.inputs: tuple[Mapping[str, Any], ...] = ()  # of the call number `look_at`
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._look_at, self._calls, self._is_patched = look_at, 0, is_patched
+        self._calls, self._is_patched = 0, is_patched
         # By memory, what is not finite and its origin, None if it came with the batch or the weights. The newest
         # tensor of those that share it is kept, as memory is reused.
         self._origins: dict[int, tuple[Tensor, Origin | None]] = {}
@@ -91,16 +54,12 @@ class Microscope(TorchFunctionMode):
         self._losses: list[Tensor] = []
         self._of_repaired = WeakIdKeyDictionary()  # by tensor: what broke in a patch on the way to it
         self._raised: tuple[BaseException, Origin] | None = None  # the newest exception of an operation
-        self._of_batch = WeakIdKeyDictionary()  # tensors of the batch, and those that were made of these alone
-        self._is_mixed = False  # what else the program holds may have come into those: a number, or a write in place
         self._keep_lines: Any = None
         self._came_with([*model.parameters(), *model.buffers()])
 
     def knows(self, batch: Any) -> None:
         """Note what comes with a batch: what is not finite there is the fault of no operation."""
-        tensors = [one for one in leaves(batch) if isinstance(one, Tensor)]
-        self._of_batch, self._is_mixed = WeakIdKeyDictionary(dict.fromkeys(tensors, True)), False
-        self._came_with(tensors)
+        self._came_with([one for one in leaves(batch) if isinstance(one, Tensor)])
 
     def _came_with(self, tensors: list[Tensor]) -> None:
         self._origins |= {_place(one): (one, None) for one in broken(tensors)}
@@ -135,13 +94,10 @@ class Microscope(TorchFunctionMode):
         inputs = floating(arguments)
         was = [kinds_of(one) for one in inputs] if in_place else []
         tensors = [one for one in leaves(arguments) if isinstance(one, Tensor)]
-        is_of_data = bool(tensors) and all(one in self._of_batch for one in tensors) and not self._is_mixed
-        written = args[0] if in_place and args else kwargs.get("out")
-        self._is_mixed |= not is_of_data and (name in _LEAVES_TORCH or written in self._of_batch)
-        call = Origin(op_name(name), user_line(self._names), self._calls, is_of_data, after=self._made_up(tensors))
+        call = Origin(op_name(name), user_line(self._names), self._calls, after=self._made_up(tensors))
         self._calls += 1
-        if call.call == self._look_at:
-            self.inputs = statistics(inputs)
+        if in_place:
+            call = replace(call, inputs=statistics(inputs))
         outer, is_slope = self.backward, func is torch.autograd.grad
         if is_slope:
             self.backward = None
@@ -152,8 +108,8 @@ class Microscope(TorchFunctionMode):
             raise
         with torch._C.DisableTorchFunction():
             outputs = floating(args[:1] if in_place and result is None else result)
-            if is_of_data and not is_random(call.op):
-                self._of_batch.update({one: True for one in leaves(result) if isinstance(one, Tensor)})
+            if outputs and not in_place:
+                call = replace(call, inputs=statistics(inputs))
             if call.after is not None:
                 returned = outputs if result is None else leaves(result)
                 self._of_repaired.update({one: call.after for one in returned if isinstance(one, Tensor)})
@@ -170,6 +126,11 @@ class Microscope(TorchFunctionMode):
         if is_slope:
             self.backward, self._has_spread = outer, False
         return result
+
+    @property
+    def origin(self) -> Origin | None:
+        """The culprit. Where a loss is not finite no gradient can be, and backward says nothing about the cause."""
+        return self.of_error or (self.of_loss if broken(self._losses) else self.backward)
 
     def judge(self, loss: Tensor) -> None:
         """Find the origin of a loss that is not finite, and watch what is left of the graph."""
@@ -206,8 +167,8 @@ class Microscope(TorchFunctionMode):
             return self._first(bad) or self._unseen(bad, made)
         given = kinds_of_numbers(arguments)
         if made.kind in given or (made.kind == "inf" and given) or made.op in _UNFILLED:
-            return replace(made, was_given=True, is_of_data=False)
-        return replace(made, inputs=() if was else statistics(inputs))
+            return replace(made, was_given=True)
+        return made
 
     def _first(self, tensors: Iterable[Tensor]) -> Origin | None:
         """The earliest origin of tensors; what was given counts only if nothing else does."""
@@ -222,7 +183,7 @@ class Microscope(TorchFunctionMode):
         """The origin of what no call that was seen has returned: by its node, else the call that it was given to."""
         strange = [one for one in bad if _place(one) not in self._origins]
         made = [_call_of(one.grad_fn) for one in strange if one.grad_fn is not None]
-        given = replace(call, was_given=True, is_of_data=False)
+        given = replace(call, was_given=True)
         found = next((one for one in made if one.line is not None), given)
         return replace(found, kind=call.kind, call=call.call) if strange and found.line is not None else None
 
@@ -237,17 +198,17 @@ class Microscope(TorchFunctionMode):
     def _run_backward(
         self,
         loss: Tensor,
-        gradient: Tensor | None = None,
-        retain_graph: bool | None = None,
+        gradient: Any = None,
+        retain_graph: Any = None,
         create_graph: bool = False,
-        inputs: None = None,
+        inputs: Any = None,
     ) -> None:
         """Run backward under the microscope, too: hooks run in it, and reentrant checkpoints compute again."""
-        gradient = torch.ones_like(loss) if gradient is None else gradient
+        slope = torch.ones_like(loss) if gradient is None else gradient
         keeps = create_graph if retain_graph is None else retain_graph
         super().__enter__()  # type: ignore[no-untyped-call]
         try:  # what `loss.backward` ends in: called by that name it would come back here
-            _engine_run_backward((loss,), (gradient,), keeps, create_graph, (), True, accumulate_grad=True)
+            _engine_run_backward((loss,), (slope,), keeps, create_graph, (), True, accumulate_grad=True)
         finally:
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -289,11 +250,11 @@ class Microscope(TorchFunctionMode):
             elif arrived or self._is_in_patch(call):
                 return
             elif call.of_inputs is not None:  # the gradient is not finite because of the call's inputs
-                self.backward = replace(call.of_inputs, is_of_data=False)  # the program masks that value
+                self.backward = replace(call.of_inputs)  # the program masks that value
             else:  # a gradient that is merely too large comes from everything that the loss is computed from
                 first = call.after or (self._made_up(self._losses) if is_plain(call.op) else None)
                 kind = max(set().union(*map(kinds_of, passed_on)))
-                self.backward = replace(call, phase="backward", kind=kind, after=first, is_of_data=False)
+                self.backward = replace(call, phase="backward", kind=kind, after=first)
 
 
 def _place(tensor: Tensor) -> int:
@@ -373,25 +334,15 @@ def statistics(tensors: Sequence[Tensor]) -> tuple[Mapping[str, Any], ...]:
 
 @_unwatched()
 def range_of(tensor: Tensor) -> dict[str, Any]:
-    """Shape, type and range of the finite elements of a tensor. Waits for the device."""
+    """Shape, type and range of the finite elements of a tensor, and the smallest magnitude. Waits for the device."""
     values = _values(tensor).detach()
     if values.is_complex():
         values = values.abs()
-    finite = values[values.isfinite()].double()
-    one: dict[str, Any] = {
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "nonfinite": values.numel() - finite.numel(),
-    }
+    finite = values[values.isfinite()]
+    one: dict[str, Any] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    one["nonfinite"] = values.numel() - finite.numel()
     if finite.numel():
-        sizes = finite.abs()
-        nonzero = sizes[sizes > 0]
-        one |= {
-            "min": finite.min().item(),
-            "max": finite.max().item(),
-            "zeros": finite.numel() - nonzero.numel(),
-            "smallest": nonzero.min().item() if nonzero.numel() else 0.0,
-        }
+        one |= {"min": finite.min().item(), "max": finite.max().item(), "smallest": finite.abs().min().item()}
     return one
 
 

@@ -16,9 +16,6 @@ from resilient_train.ground.types import Facts, fact
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
 OTHERS = 128  # rows that a row is compared with
 ENOUGH = 16  # other rows, with fewer of which nothing is said of a small number
-_WIDTHS = 4.0  # of the range in which nearly all others are: what is as far from it is no tail
-_NARROW = 1.0  # the width of such a range, by its end nearer to 0
-_COLUMNS = 1_000  # of a field that is searched column by column
 _FAR_BELOW = 1e3  # times: what divides by so small a number, or takes its logarithm, is far out
 _MANY = 0.5  # of a batch: where as many rows are guilty it is not the rows
 
@@ -58,61 +55,22 @@ def nonfinite_fields(row: Any) -> Facts:
 
 
 def outlying_fields(row: Any, others: Sequence[Any], far: float) -> Facts:
-    """Name the fields of a row that lie `far` times beyond those of others, or far out of the range of nearly all."""
+    """Name the fields of a row that lie `far` times beyond those of others, and numbers that are far below theirs."""
     theirs = [dict(_fields(other)) for other in others]
     found: Facts = ()
     for field, mine in _fields(row):
-        same = [one[field] for one in theirs if field in one]
-        size, sizes = _size(mine), sorted(filter(math.isfinite, map(_size, same)))
+        size, sizes = _size(mine), sorted(filter(math.isfinite, (_size(one[field]) for one in theirs if field in one)))
         if not sizes or not math.isfinite(size):  # nonfinite_fields names what is not finite
             continue
         # Where the others are all 0 it may be a rare class, marked with 1, or a count: that it is not 0 says nothing.
         if size > far * (max(sizes[-1], 2 * sizes[len(sizes) // 2]) or 1.0):
             found += fact("row_far", **_largest_of(field, mine), others=len(sizes), usual=sizes[-1])
-        else:
-            found += _out_of_range(field, mine, same, far)
+        # A chance or a deviation is never 0, and losses divide by it. Not 0: the line that cannot take it is to blame.
+        elif mine.numel() == 1 and len(sizes) >= ENOUGH and sizes[0] > 0:
+            usual = sizes[len(sizes) // 16]  # some of the others may be as bad
+            if 0 < size * max(far, _FAR_BELOW) < usual:
+                found += fact("row_far_below", **_largest_of(field, mine), others=len(sizes), usual=usual)
     return found
-
-
-def _out_of_range(field: str, mine: Tensor, others: Sequence[Tensor], far: float) -> Facts:
-    """Name a number, or a column, that is far out of where nearly all others are, which are of one sign.
-
-    Not farther from 0: prices grow now and then. Not 0: the line that cannot take it is to blame.
-    """
-    same = [one for one in others if one.shape == mine.shape]
-    if len(same) < ENOUGH or mine.dim() > 1 or mine.numel() > _COLUMNS or mine.is_complex():
-        return ()
-    in_order, value = torch.stack(same).double().reshape(len(same), -1).sort(0).values, mine.double().flatten()
-    low, high = in_order[len(same) // 16], in_order[-1 - len(same) // 16]
-    near = torch.where(low > 0, low, high)
-    ratio, width = value / near, torch.where(low > 0, high, low) / near - 1
-    is_out = (width > 0) & (width <= _NARROW) & (1 - ratio > _WIDTHS * width)
-    # A chance or a deviation is always positive, and losses divide by it.
-    is_tiny = (in_order[0] > 0) & (ratio > 0) & (ratio * max(far, _FAR_BELOW) < 1) & (mine.numel() == 1)
-    odd = ((is_out | is_tiny) & value.isfinite() & (value != 0)).nonzero().flatten().tolist()
-    if not odd:
-        return ()
-    of_value, low_end, high_end = (float(one[odd[0]]) for one in (value, low, high))
-    at = odd[:1] if mine.dim() else []
-    return fact("row_out_of_range", field=field, at=at, value=of_value, others=len(same), low=low_end, high=high_end)
-
-
-def usual_sizes(rows: Sequence[Any]) -> dict[str, float]:
-    """What three of four rows do not exceed, field by field; no fields that are mostly zero."""
-    sizes: dict[str, list[float]] = {}
-    for field, values in (one for row in rows for one in _fields(row)):
-        sizes.setdefault(field, []).append(_size(values))
-    known = {field: sorted(filter(math.isfinite, some)) for field, some in sizes.items()}
-    quartiles = {field: some[3 * len(some) // 4] for field, some in known.items() if 2 * len(some) > len(rows)}
-    return {field: size for field, size in quartiles.items() if size > 0}
-
-
-def far_above(row: Any, usual: dict[str, float], times: float) -> Facts:
-    """Say which field of a row is so many times its usual size; empty where none is."""
-    for field, values in _fields(row):
-        if _size(values) > times * usual.get(field, math.inf):
-            return fact("row_above_most", **_largest_of(field, values), usual=usual[field])
-    return ()
 
 
 def _largest_of(field: str, values: Tensor) -> dict[str, Any]:

@@ -9,33 +9,29 @@ from typing import Any
 
 from resilient_train.ground.operations import HAVE_VALUES, family
 from resilient_train.ground.types import Cause, Culprit, Diagnosis, Facts, fact
+from resilient_train.parts.code_lines import Line
 
 HUGE = 1e15  # sums and squares of it leave float32
 _TINY = 1e-12
-_LARGEST_EXPONENT = 88.0  # of e, in float32
 
 # Operations that are singular somewhere: those that are so where another one is, by that one, and the others.
 _ALIKE = {
-    "log": "log2 log10 log1p logit xlogy digamma polygamma erfinv",
-    "div": "reciprocal fmod remainder floor_divide addcdiv cumprod prod",
+    "log": "log2 log10 log1p logit xlogy digamma polygamma erfinv lgamma",
+    "div": "reciprocal fmod remainder floor_divide addcdiv cumprod prod rsqrt",
     "norm": "linalg_norm linalg_vector_norm vector_norm dist cdist pairwise_distance linalg_matrix_norm "
-    "triplet_margin_loss renorm frobenius_norm",
-    "std": "std_mean var var_mean",
-    "atan2": "angle hypot",
-    "acos": "asin acosh",
+    "triplet_margin_loss renorm frobenius_norm normalize cosine_similarity cosine_embedding_loss weight_norm atan2 "
+    "angle hypot",
+    "std": "std_mean var var_mean layer_norm batch_norm instance_norm group_norm rms_norm",
+    "acos": "asin acosh atanh",
     "softmax": "log_softmax logsumexp scaled_dot_product_attention multi_head_attention_forward",
-    "normalize": "cosine_similarity cosine_embedding_loss weight_norm",
     "mean": "nanmean median adaptive_avg_pool2d",
-    "layer_norm": "batch_norm instance_norm group_norm rms_norm",
     "linalg": "inverse pinverse svd logdet slogdet det cholesky lstsq",
-    "loss": "cross_entropy nll_loss ctc_loss kl_div gaussian_nll_loss poisson_nll_loss",
-    **dict.fromkeys(("sqrt", "rsqrt", "pow", "atanh", "binary_cross_entropy", "lgamma"), ""),
+    "loss": "cross_entropy nll_loss ctc_loss kl_div gaussian_nll_loss",
+    **dict.fromkeys(("sqrt", "pow", "binary_cross_entropy"), ""),
 }
 _FAMILIES = {name: op for op, alike in _ALIKE.items() for name in (op, *alike.split())}
-NOT_AT_ZERO = ("softmax", "linalg", "acos", "atanh", "mean", "loss", "layer_norm", "std")
 WITH_POLES = ("log", "log2", "log10", "log1p", "div", "reciprocal", "rsqrt", "atanh", "lgamma")  # infinite there
-_ONE_SIDED = ("exp", "exp2", "expm1")
-_EXPONENTIAL = (*_ONE_SIDED, "cosh", "sinh", "i0", "special_i0", "special_i1")
+_EXPONENTIAL = ("exp", "exp2", "expm1", "cosh", "sinh", "i0", "special_i0", "special_i1", "poisson_nll_loss")
 PRODUCTS = ("prod", "cumprod", "det", "linalg_det")  # of many numbers; infinite by overflow alone
 LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, whose values cannot be seen
 
@@ -49,19 +45,17 @@ def _family(op: str) -> str | None:
     return _FAMILIES.get(op, "linalg" if op.startswith("linalg_") else None)
 
 
-def overflows(culprit: Culprit, kind: str) -> bool:
+def overflows(origin: Origin) -> bool:
     """Whether an operation exceeded the range of its type, rather than met a point where it has no value."""
-    op, first, size = culprit.op, culprit.inputs[:1], largest(culprit.inputs)
+    op, kind, size = origin.op, origin.kind, largest(origin.inputs)
     if op in _EXPONENTIAL:
         return True
-    if op == "poisson_nll_loss":
-        return any(one.get("max", 0.0) > _LARGEST_EXPONENT for one in first)
     if _family(op) is None:  # plain arithmetic, or a function of the user's own
         return size > HUGE or kind == "inf" or op in LOOPS
     if op in PRODUCTS and kind == "inf":
         return True
     if op == "pow":
-        is_at_zero = any(one.get("zeros") or one.get("smallest", 1.0) < _TINY for one in first)
+        is_at_zero = any(one.get("smallest", 1.0) < _TINY for one in origin.inputs[:1])
         return kind == "inf" and (size > HUGE or (size > 1 and not is_at_zero))
     return size > HUGE and op not in WITH_POLES
 
@@ -70,37 +64,37 @@ def largest(inputs: Sequence[Mapping[str, Any]]) -> float:
     return max((max(abs(one["min"]), abs(one["max"])) for one in inputs if "max" in one), default=0.0)
 
 
-def on_overflow(culprit: Culprit) -> Facts:
-    inputs = culprit.inputs
-    size = max((one.get("max", 0.0) for one in inputs), default=0.0) if culprit.op in _ONE_SIDED else largest(inputs)
-    return fact("overflows", where=culprit.place, largest=size, dtype=inputs[0]["dtype"] if inputs else "")
-
-
-def on_operation(culprit: Culprit) -> Facts:
-    inputs, name = culprit.inputs, _family(culprit.op)
-    if name is None:
-        return fact("makes_nonfinite", where=culprit.place, **(_reached(inputs) or {"plain": True}))
-    # Of a quotient the denominator counts; and zeros say nothing about what is singular elsewhere.
-    counted = inputs[1:2] if name == "div" and len(inputs) > 1 else inputs
-    reached = {} if name in NOT_AT_ZERO else _reached(counted)
-    return fact("singular", where=culprit.place, family=name, **reached)
-
-
-def _reached(inputs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    if zeros := sum(one.get("zeros", 0) for one in inputs):
-        return {"zeros": zeros}
-    smallest = min((one.get("smallest", 1.0) for one in inputs), default=1.0)
-    if smallest < _TINY:
-        return {"smallest": smallest}
-    lowest = min((one.get("min", 0.0) for one in inputs), default=0.0)
-    return {"lowest": lowest} if lowest < 0 else {}
+def on_operation(origin: Origin) -> Facts:
+    name = _family(origin.op)
+    return fact("singular" if name is not None else "makes_nonfinite", where=origin.culprit.place, family=name)
 
 
 _CLIMB = 100.0  # times the usual: an explosion on its way
 _LEAP = 1e4  # the same, at once: no task changes so much
 _START = 32  # updates in which weights are led astray from where they began: a line that breaks then is not the cause
 _FIRST = 4  # updates in which a rate that is far too high does so, whatever the losses say
-_BEYOND = 1e18  # its square, and so a norm of it, leaves float32
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One call of an operation; its `kind` says what that made of values that are finite."""
+
+    op: str
+    line: Line | None
+    call: int = -1  # its number in its forward
+    phase: str = "forward"  # or backward
+    kind: str = ""  # nan, inf; domain or error, if it raised
+    inputs: tuple[Mapping[str, Any], ...] = ()
+    is_scalar: bool = False  # its result is a single number
+    was_given: bool = False  # it did not make that: the program gave it to it, as a constant or from outside of torch
+    after: Origin | None = None  # the first patched operation that broke on the way to it: this one is a consequence
+    of_inputs: Origin | None = None  # of inputs that are not finite
+
+    @property
+    def culprit(self) -> Culprit:
+        """The same as a record."""
+        line = self.line or Line("", 0)
+        return Culprit(self.phase, self.op, line.module, line.file, line.line, self.inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +104,21 @@ class Observations:
     reproduced: bool = False  # the replay broke too
     everywhere: bool = False  # it broke with other rows in the batch, too
     is_compared: bool = False  # other rows could be tried
-    culprit: Culprit | None = None  # the operation that broke
-    kind: str = ""  # of what it made: nan, inf; or it raised: error, domain
-    is_scalar: bool = False  # its result is a single number
-    was_given: bool = False  # it did not make that: the program gave it to it
-    after: Culprit | None = None  # the first patched operation whose values were repaired before it broke
-    is_tried: bool = False  # that operation is patched and broke again, or cannot be patched
+    origin: Origin | None = None  # the operation that broke
+    is_tried: bool = False  # it, or the patched one that it is a consequence of, is patched or cannot be
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, Facts] = field(default_factory=dict)  # by row of `rows`: which of its values are unusual
-    others: int = 0  # rows that were tried where an operation of data alone breaks on `rows`, and hardly on any other
     batch_is_bad: bool = False  # it holds values that are not finite
-    size: float = 0.0  # of the gradient, measured in doubles
     failure: Facts = ()  # why a replay was impossible
     # What was known before: the same on all ranks.
     climb: float = 1.0  # how many times their usual losses or norms had become
     leap: float = 1.0  # how many times the newest is
     landed: int = 0  # the last step
     error: str = ""  # that was raised
+
+    @property
+    def culprit(self) -> Culprit | None:
+        return self.origin.culprit if self.origin is not None else None
 
     @property
     def blamed(self) -> tuple[int, ...]:
@@ -142,23 +134,22 @@ class Observations:
 
     @property
     def leaps(self) -> bool:
-        """Whether the loss has leaped to where all batches break, farther than it does near a pole."""
-        has_pole = self.culprit is not None and self.culprit.op in WITH_POLES
-        most, until = (HUGE, _FIRST) if has_pole else (_LEAP, _START)
-        return self.everywhere and self.leap >= most and self.landed < until
+        """Whether the loss has leaped to where all batches break, as it does not do near a pole alone."""
+        has_pole = self.origin is not None and self.origin.op in WITH_POLES
+        return self.everywhere and self.leap >= _LEAP and self.landed < _START and not has_pole
 
     @property
     def overflows(self) -> bool:
-        return self.culprit is not None and overflows(self.culprit, self.kind)
+        return self.origin is not None and overflows(self.origin)
 
     @property
     def is_thrown(self) -> bool:
         """Whether every batch overflows at weights that no healthy update can have made."""
-        if self.culprit is None or not (self.overflows and self.everywhere and self.landed) or self.was_given:
+        if self.origin is None or not (self.overflows and self.everywhere and self.landed) or self.origin.was_given:
             return False
-        inputs = self.culprit.inputs
+        inputs = self.origin.inputs
         is_early = self.landed < _FIRST and all(one.get("dtype") != "float16" for one in inputs)
-        return is_early or largest(inputs) > HUGE or self.culprit.op in LOOPS
+        return is_early or largest(inputs) > HUGE or self.origin.op in LOOPS
 
     @property
     def where(self) -> Mapping[str, Any] | None:
@@ -166,7 +157,8 @@ class Observations:
 
     def with_line(self, found: Diagnosis, *, patchable: bool = True) -> Diagnosis:
         """Blame the operation, or the patched one whose values it broke on, too."""
-        line, symptom = (self.after, self.culprit) if self.after is not None else (self.culprit, None)
+        after = self.origin.after if self.origin is not None else None
+        line, symptom = (after.culprit, self.culprit) if after is not None else (self.culprit, None)
         return replace(found, culprit=line, symptom=symptom, patchable=patchable)
 
 
@@ -174,18 +166,15 @@ def merge_ranks(observed: Sequence[Observations]) -> Observations:
     """Combine what all ranks observed: the first one that found an operation names it, and rows of all count."""
     again = [one for one in observed if one.reproduced]
     failure = next((one.failure for one in observed if one.failure), ())
-    places = {(one.culprit.file, one.culprit.line, one.culprit.op) for one in again if one.culprit}
     if not again:
         return Observations(failure=failure)
     return replace(
-        next((one for one in again if one.culprit), again[0]),
+        next((one for one in again if one.origin), again[0]),
         everywhere=any(one.everywhere for one in again),
         is_compared=any(one.is_compared for one in again),
         rows=tuple(sorted({row for one in again for row in one.rows})),
         odd={row: why for one in again for row, why in one.odd.items()},
-        others=min((one.others for one in again if one.rows or one.culprit), default=0) if len(places) == 1 else 0,
         batch_is_bad=any(one.batch_is_bad for one in again),
-        size=max(one.size for one in again),
         failure=failure,
     )
 
@@ -213,31 +202,29 @@ def on_bad_rows(*odd: Mapping[int, Facts]) -> Diagnosis:
 
 def of_nonfinite(seen: Observations) -> Diagnosis:
     """Explain a loss, a gradient or a batch that is not finite."""
-    line, rows, where = seen.culprit, [*seen.rows], seen.where
+    origin, rows, where = seen.origin, [*seen.rows], seen.where
     if seen.blames_rows:
         return on_bad_rows(seen.odd)
     if seen.batch_is_bad and not seen.everywhere:
         return Diagnosis(Cause.DATA, fact("batch_not_finite", failure=[*seen.failure]))
     seen_with = fact("seen_with", rows=rows) if rows else ()
-    if seen.was_given:
+    if origin is not None and origin.was_given:
         found = Diagnosis(Cause.OPERATION, fact("is_given", where=where) + seen_with, rows=seen.rows)
         return seen.with_line(found, patchable=False)
-    if seen.leaps or (seen.climbs and (line is None or seen.overflows)):  # the line is where it shows, not the cause
+    if seen.leaps or (seen.climbs and (origin is None or seen.overflows)):  # the line is where it shows, not the cause
         return Diagnosis(Cause.EXPLOSION, fact("climbed", times=max(seen.climb, seen.leap), where=where))
     if seen.is_thrown:
         return Diagnosis(Cause.EXPLOSION, fact("every_batch_breaks", where=where))
-    if line is None:
+    if origin is None:
         return _of_unseen(seen)
-    if seen.others and not seen.everywhere and not seen.overflows:
-        return _on_rare_rows(seen, fact("row_breaks", where=where, others=seen.others), on_operation(line))
-    if line.op == "ctc_loss" and seen.blamed and not seen.after and not seen.overflows:
+    if origin.op == "ctc_loss" and seen.blamed and origin.after is None and not seen.overflows:
         return on_bad_rows(dict.fromkeys(seen.blamed, fact("no_loss", where=where)))
-    if seen.after is not None:  # what fails on the values of a patch is not the fault of its own line
-        advice = fact("follows_patch", where=where, patched=seen.after.place)
+    if origin.after is not None:  # what fails on the values of a patch is not the fault of its own line
+        advice = fact("follows_patch", where=where, patched=origin.after.culprit.place)
     else:
-        advice = on_overflow(line) if seen.overflows else on_operation(line)
+        advice = fact("overflows", where=where) if seen.overflows else on_operation(origin)
     cause = Cause.OVERFLOW if seen.overflows else Cause.OPERATION
-    is_patchable = not seen.overflows or not seen.is_scalar or line.op in PRODUCTS  # of many numbers, a product too
+    is_patchable = not seen.overflows or not origin.is_scalar or origin.op in PRODUCTS  # of many numbers, a product too
     found = Diagnosis(cause, advice + seen_with, rows=seen.blamed if seen.is_tried else ())
     return seen.with_line(found, patchable=is_patchable)
 
@@ -245,8 +232,6 @@ def of_nonfinite(seen: Observations) -> Diagnosis:
 def _of_unseen(seen: Observations) -> Diagnosis:
     """No operation was seen to break: all that is computed may be finite."""
     rows = [*seen.rows]
-    if seen.blamed and _BEYOND < seen.size < math.inf:
-        return Diagnosis(Cause.OVERFLOW, fact("gradient_too_large", rows=rows, size=seen.size), rows=seen.rows)
     if rows and seen.climb >= _CLIMB:
         return Diagnosis(Cause.UNKNOWN, fact("ordinary_rows", rows=rows), suspects=seen.rows)
     if rows:  # whatever it is that they do
@@ -254,36 +239,23 @@ def _of_unseen(seen: Observations) -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN, fact("reproducible", failure=[*seen.failure]))
 
 
-def _on_rare_rows(seen: Observations, why: Facts, how: Facts = (), *, patchable: bool = True) -> Diagnosis:
-    """Blame what rows give an operation of data alone: a value in its place would be made up, like data.
-
-    The line may be patched for more rows than the budget allows.
-    """
-    found = on_bad_rows(dict.fromkeys(seen.blamed, why))
-    return seen.with_line(replace(found, advice=found.advice + fact("or_fix_line", how=how)), patchable=patchable)
-
-
 def of_error(seen: Observations) -> Diagnosis:
     """Explain an exception of user code: in most cases one that other batches at the same weights do not raise."""
-    line, rows, where, error = seen.culprit, [*seen.blamed], seen.where, seen.error
-    has_value = line is not None and (seen.kind == "domain" or family(line.op) in HAVE_VALUES)
-    is_of_nonfinite = line is not None and seen.kind in ("nan", "inf")
+    origin, rows, where, error = seen.origin, [*seen.blamed], seen.where, seen.error
+    has_value = origin is not None and (origin.kind == "domain" or family(origin.op) in HAVE_VALUES)
     if seen.blames_rows:
         return on_bad_rows(seen.odd)
-    if seen.kind == "error" and seen.others and rows:
-        why = fact("row_raises", where=where, error=error, others=seen.others)
-        return _on_rare_rows(seen, why, patchable=has_value)
+    is_of_nonfinite = origin is not None and origin.kind in ("nan", "inf")
     if seen.landed < _FIRST and seen.is_thrown and (has_value or is_of_nonfinite):
         return Diagnosis(Cause.EXPLOSION, fact("every_batch_breaks", where=where))
-    if line is not None and is_of_nonfinite:
-        return seen.with_line(Diagnosis(Cause.OPERATION, on_operation(line) + fact("then_raised", error=error)))
+    if origin is not None and is_of_nonfinite:
+        return seen.with_line(Diagnosis(Cause.OPERATION, on_operation(origin) + fact("then_raised", error=error)))
     if has_value:
         return seen.with_line(Diagnosis(Cause.OPERATION, fact("raised", where=where, error=error)))
     if rows:
         return Diagnosis(Cause.DATA, fact("rows_raised", rows=rows, error=error), rows=seen.blamed)
-    only_some = seen.is_compared and not seen.everywhere
-    compared = {"everywhere": seen.everywhere, "only_some": only_some, "is_compared": seen.is_compared}
-    return seen.with_line(Diagnosis(Cause.UNKNOWN, fact("batches_raise", error=error, **compared)), patchable=False)
+    why = fact("batches_raise", error=error, everywhere=seen.everywhere)
+    return seen.with_line(Diagnosis(Cause.UNKNOWN, why), patchable=False)
 
 
 def of_spike(seen: Observations) -> Diagnosis:
@@ -296,6 +268,3 @@ def of_spike(seen: Observations) -> Diagnosis:
         return Diagnosis(Cause.EXPLOSION, fact("climbed", times=max(seen.climb, seen.leap)))
     alike = "other_batches_too" if seen.everywhere else "this_batch_only" if seen.is_compared else "not_compared"
     return Diagnosis(Cause.UNKNOWN, fact(alike))
-
-
-TRANSIENT = Diagnosis(Cause.TRANSIENT, fact("passed_on_replay"))
