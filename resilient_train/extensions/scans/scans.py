@@ -15,7 +15,7 @@ from resilient_train.core import protocols
 from resilient_train.core.loss import Every
 from resilient_train.core.tree import Tree
 from resilient_train.core.vitals import Sent
-from resilient_train.extensions.scans.layout import Layout, depths, digest, largest, lengths, measured, sums
+from resilient_train.extensions.scans.layout import Layout, digest, largest, measured, totals
 from resilient_train.extensions.scans.weights import Found, Measured, Moments, Norms, Numbers, Scan, Watched, Weights
 from resilient_train.ground.types import Anomaly, Facts, Signal, fact
 from resilient_train.ground.wording import log, say
@@ -87,28 +87,20 @@ class Scans(protocols.Scans):
 
     def rebase(self) -> None:
         """Accept the next measurement as long as it is finite: something was changed on purpose."""
+        self._kinds, self._pending = self.layout.kinds(), None
         for scan in self._scans.values():
-            scan.base = {}
-        self._pending = None
+            scan.restart(self._kinds)
 
-    def _has_new_groups(self) -> bool:
-        """Whether groups were added or removed: then the next measurement is accepted as well."""
-        before, self._kinds = self._kinds, self.layout.kinds()
-        if len(before) == len(self._kinds):
-            return False
-        for name in ("weights", "optimizer"):
-            self._scans[name].restart(self._kinds)
-        return True
-
-    def landed(self, step: int, groups: Settings, clipped_norm: float | None, times: int = 1) -> None:
-        """Note an accepted update, in which an optimizer stepped so many `times`; its clipped norm if that is known."""
+    def landed(self, step: int, groups: Settings, times: int = 1) -> None:
+        """Note an accepted update, in which an optimizer stepped so many `times`."""
         self._step = step
-        if self._has_new_groups():
+        if self._kinds != self.layout.kinds():  # groups were added
+            self.rebase()
             return
         settings = [{**group, **setting} for group, setting in zip(self.layout.groups(), groups, strict=True)]
         for scan in self._scans.values():
             for _ in range(times if scan.every else 0):
-                scan.landed(settings, clipped_norm)
+                scan.landed(settings)
 
     def is_due(self) -> bool:
         return any(scan.is_due(self._step) for scan in self._scans.values())
@@ -120,17 +112,14 @@ class Scans(protocols.Scans):
         """Measure what is due, or `everything`; return the numbers. If they are never judged, as something raised in
         between, the next measurement covers their updates as well.
         """
-        self._has_new_groups()
+        if self._kinds != self.layout.kinds():
+            self.rebase()
         device = self.layout.device
         due = [name for name, scan in self._scans.items() if scan.every and (everything or scan.is_due(self._step))]
-        found = self.layout.tensors(due, kept, has_ranks=self._world is not None)
+        found = self.layout.tensors(due, kept)
         squares = [tensor for one, tensor in found if one.is_square]
-        rows = [
-            measured(largest, [tensor for _, tensor in found], device),
-            measured(lengths, [tensor for one, tensor in found if one.is_weight], device),
-            -measured(sums, squares, device),  # of ranks the largest numbers count: here the smallest
-            measured(depths, squares, device),
-        ]
+        sizes = measured(largest, [tensor for _, tensor in found], device)
+        rows = [sizes, -measured(totals, squares, device)]  # of ranks the largest numbers count: here the smallest
         if "replicas" in due:  # in numbers that float32 holds exactly: where ranks agree, the largest are the smallest
             parts = digest((tensor for _, tensor in self._replicated()), device).reshape(1).view(torch.int16).float()
             rows += [parts, -parts]
@@ -141,7 +130,7 @@ class Scans(protocols.Scans):
 
     def _replicated(self) -> Iterator[tuple[str, Tensor]]:
         """Weights, and moments of torch's optimizers: with the same gradients they stay the same."""
-        for one, tensor in self.layout.tensors(("weights", "optimizer"), {}, has_ranks=False):
+        for one, tensor in self.layout.tensors(("weights", "optimizer"), {}):
             if one.is_weight or (one.scan == "optimizer" and not one.is_free):
                 yield one.name, tensor
 
@@ -223,8 +212,5 @@ class Scans(protocols.Scans):
 def _of(scan: str, watched: Sequence[Watched], values: Sequence[float]) -> Measured:
     """Return the numbers of what one scan looks at, from a vector of all."""
     rest = iter(values[len(watched) :])
-    of_weights = [next(rest) if one.is_weight else 0.0 for one in watched]
-    lengths = [-next(rest) if one.is_square else length for one, length in zip(watched, of_weights, strict=True)]
-    depths = [next(rest) if one.is_square else 0.0 for one in watched]
-    numbers = map(Numbers, values, lengths, depths)
-    return [(one, each) for one, each in zip(watched, numbers, strict=False) if one.scan == scan]
+    numbers = [Numbers(size, -next(rest) if one.is_square else 0.0) for one, size in zip(watched, values, strict=False)]
+    return [(one, each) for one, each in zip(watched, numbers, strict=True) if one.scan == scan]
