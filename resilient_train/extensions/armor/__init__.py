@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -102,12 +103,12 @@ class PatchedLines(Extension):
         """Patch the lines of an earlier process; return whether one was changed since."""
         has_dropped = False
         for file, line, text, op in [(one["file"], int(one["line"]), one["text"], one["op"]) for one in state]:
+            if linecache.getline(file, line).strip() != text:
+                log.info("%s:%d was changed since: its patch is removed", file, line)
+                has_dropped = True
+                continue
             try:
-                if self.armor.text(file, line) == text:
-                    self._add(file, line, op)
-                else:
-                    log.info("%s:%d was changed since: its patch is removed", file, line)
-                    has_dropped = True
+                self._add(file, line, op)
             except CannotArmor as why:
                 log.warning("can no longer patch `%s` at %s:%d: %s", op, file, line, why)
         return has_dropped

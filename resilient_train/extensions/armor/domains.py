@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from resilient_train.ground.errors import text_of
-from resilient_train.ground.operations import family, op_name
+from resilient_train.ground.operations import family
 
 Operation = Callable[..., Any]
 
@@ -28,8 +28,6 @@ _TRIED = 4  # distances from the border, each a hundred times the one before
 
 def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operation; where it does not take its first input, change that."""
-    if op_name(name) == "binary_cross_entropy":  # a GPU does not raise beyond 0 and 1, but fails for good
-        return _of_chances(bare, *args, **kwargs)
     try:
         return bare(*args, **kwargs)
     except RuntimeError as error:
@@ -47,15 +45,8 @@ def has_value(error: BaseException) -> bool:
     return text.startswith(_OF_CHANCES)
 
 
-def _of_chances(bare: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The cross entropy of numbers that are held within 0 and 1; with a NaN among them it is NaN."""
-    loss = bare(input.nan_to_num(0.5, 1.0, 0.0).clamp(0.0, 1.0), *args, **kwargs)
-    lost = input.isnan() if loss.shape == input.shape else input.isnan().any()
-    return loss.masked_fill(lost, math.nan)
-
-
 def _chances(given: Tensor) -> Tensor:
-    """What can be drawn from: what was infinite, if anything was; and all alike where nothing is above 0."""
+    """What can be drawn from: only what was infinite, if anything was; and all alike where nothing is above 0."""
     still = given.detach()
     infinite = still == torch.inf
     chances = torch.where(infinite.any(-1, keepdim=True), infinite.to(still.dtype), still)
@@ -70,9 +61,7 @@ def _inside(attempt: Operation, matrices: Tensor) -> Tensor:
         one = torch.eye(still.shape[-1], dtype=still.dtype, device=still.device)
         size = still.abs().amax((-2, -1), keepdim=True)
         near = math.sqrt(torch.finfo(still.dtype).eps)
-        largest = torch.where(size.amax() > 0, size.amax(), 1.0)
-        size = torch.where(size > 0, size, largest / near)  # one of zeros becomes as large as the others
-        distance, added = near * size, torch.zeros_like(size)
+        distance, added = near * torch.where(size > 0, size, 1.0), torch.zeros_like(size)
         for _ in range(_TRIED):
             fails = attempt(still + added * one)[1][..., None, None] != 0
             added = torch.where(fails, distance, added)
@@ -85,6 +74,7 @@ _MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "inverse": partial(_inside, torch.linalg.inv_ex),
     "solve": partial(_inside, torch.linalg.inv_ex),
     "multinomial": _chances,
+    "binary_cross_entropy": partial(torch.clamp, min=0.0, max=1.0),
 }
 
 
@@ -122,11 +112,7 @@ def _moved(value: Any, limit: Any) -> Any:
     still, near = value.detach(), math.sqrt(torch.finfo(value.dtype).eps)
     bounds = limit.lower_bound, getattr(limit, "upper_bound", math.inf)
     lower, upper = (torch.as_tensor(bound, dtype=still.dtype, device=still.device) for bound in bounds)
-    accepted = still[limit.check(still) & still.isfinite()]
-    if upper.isfinite().all():
-        away = near * (upper - lower)
-    else:  # a density is as steep as can be near the border: the smallest of the others is a scale of the program's
-        away = (accepted.min() - lower).clamp(min=near) if accepted.numel() else torch.full_like(lower, near)
+    away = near * (upper - lower).clamp(max=1.0)
     inside = torch.where(limit.check(still) | still.isnan(), still, still.clamp(lower + away, upper - away))
     result: Tensor = _Moved.apply(value, inside)  # type: ignore[no-untyped-call]
     return result

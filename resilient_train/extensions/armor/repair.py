@@ -27,7 +27,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from resilient_train.extensions.armor.domains import Operation, call
-from resilient_train.ground.operations import family, is_pointwise
+from resilient_train.ground.operations import is_pointwise
 
 _STEEPEST = 1.0
 _MOST = 2**20  # elements of a result: what is computed here takes several times its memory
@@ -94,13 +94,12 @@ class _LedBack(Function):
         slope, inward = ctx.saved_tensors
         pull = grad * slope  # a descent goes against it
         leads_in = (torch.sign(pull) * inward <= 0.0) & (slope != 0.0)  # no gradient where a NaN arrives
-        limit = torch.finfo(ctx.dtype).max
-        return torch.where(leads_in, pull, 0.0).clamp(-limit, limit).to(ctx.dtype), None, None
+        return torch.where(leads_in, pull, 0.0).to(ctx.dtype), None, None
 
 
-# A square of it, or a sum of billions, is finite; in float16, whose range is small, a sum of sixteen.
-_BOUND = {torch.float16: 2.0**12}
-_BOUND_OF_OTHERS = 2.0**48
+# What stands for a single infinite number: a square of it is finite, and a sum of billions.
+_LARGE = {torch.float16: 2.0**12}
+_LARGE_OF_OTHERS = 2.0**48
 
 
 def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,9 +109,6 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
         return bare(*args, **kwargs)
     pointwise = is_pointwise(name)
     broken_in = _broken_by(leaves, pointwise)
-    # The results of the other operations depend in their last bit on how elements lie in memory.
-    rounds_exactly = family(name) in ("add", "sub", "mul", "div")
-    leaves = _spread(leaves) if rounds_exactly else leaves
     # The guard of the first is made last, so that gradients of an input given twice add up in their usual order.
     behind = [guarded(leaf) for leaf in reversed(leaves)][::-1]
     guarded_args, guarded_kwargs = tree_unflatten(behind, structure)
@@ -125,13 +121,11 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
             value = _applied(_Witness, value, *given)
         still = value.detach()
         broken = broken_in(still)
-        bound = _BOUND.get(still.dtype, _BOUND_OF_OTHERS)
-        if sum(isinstance(leaf, Tensor) for leaf in leaves) == 1 and pointwise and still.numel() > 1:
-            # These keep their order, `exp(95)` not below `exp(60)`, for a softmax by hand: the sum of all elements
-            # along the last dimension is finite, though not its square.
-            bound = max(bound, torch.finfo(still.dtype).max / (2 * still.shape[-1]))
-        sizes = torch.nan_to_num(still.abs(), 0.0, 0.0)
-        limit = torch.full_like(still, bound) if still.numel() == 1 else sizes.amax().clamp(max=bound)
+        if still.numel() == 1:
+            limit = torch.full_like(still, _LARGE.get(still.dtype, _LARGE_OF_OTHERS))
+        else:  # so that a sum along the last dimension is finite, and none is below a healthy one
+            bound = torch.finfo(still.dtype).max / (2 * still.shape[-1])
+            limit = torch.nan_to_num(still.abs(), 0.0, 0.0).amax().clamp(max=bound)
         repaired = torch.where(broken, torch.nan_to_num(torch.clamp(still, -limit, limit)), value)
         return led_back(repaired, broken, bare, args, kwargs) if pointwise else repaired
 
@@ -140,30 +134,18 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
 
 def _broken_by(leaves: Sequence[Any], pointwise: bool) -> Callable[[Tensor], Tensor]:
     """Return what says where a result, but no input, is not finite. In few passes over memory, which are the cost."""
-    numbers = [leaf.detach() for leaf in leaves if is_repairable(leaf)]
-    constants = [leaf for leaf in leaves if isinstance(leaf, float)]  # `masked_fill(mask, -inf)`
-    nan, zeros = [leaf != leaf for leaf in numbers], [leaf - leaf for leaf in numbers]  # NaN, if not of finite ones
+    numbers: list[Any] = [leaf.detach() for leaf in leaves if is_repairable(leaf)]
+    if pointwise:
+        numbers += [leaf for leaf in leaves if isinstance(leaf, float)]  # `masked_fill(mask, -inf)`
+    nan, zeros = [one != one for one in numbers], [one - one for one in numbers]  # NaN, if not of finite ones
     if not pointwise:
         nan, zeros = [mask.any() for mask in nan], [zero.sum() for zero in zeros]
-    masks: list[Tensor | bool] = [*nan, *[True] * any(map(math.isnan, constants))]
-    finite: Tensor | bool = not any(map(math.isinf, constants))
-    if zeros:
-        finite = (reduce(add, zeros) == 0.0) & finite
 
     def broken(result: Tensor) -> Tensor:
-        found = reduce(gt, masks, result != result)
-        return found | ((result.abs() == math.inf) & finite)
+        is_new = reduce(gt, nan, result != result)
+        return is_new | ((result.abs() == math.inf) & (reduce(add, zeros, 0.0) == 0.0))
 
     return broken
-
-
-def _spread(leaves: list[Any]) -> list[Any]:
-    """Expand all tensors to the shape of the result, so that one element of a sum of gradients cannot spoil others."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if len({(leaf.dtype, leaf.device) for leaf in tensors}) > 1:
-        return leaves  # expanded scalars would count more in the type of the result
-    spread = iter(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
-    return [next(spread) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def guarded(leaf: Any) -> Any:

@@ -25,9 +25,7 @@ def method(name: str, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(owner, Tensor):
         return call(getattr(owner, name), *args, **kwargs)
 
-    def bare(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return getattr(owner, name)(*args, **kwargs)
-
+    bare = getattr(type(owner), name)
     return call_and_repair(bare, name, (owner, *args), kwargs) if computes(name) else bare(owner, *args, **kwargs)
 
 

@@ -30,8 +30,8 @@ class StateScans(Extension, Examiner, Hook):
 
     def build(self, run: Run) -> None:
         self._run, self._world = run, run.world
-        world = run.world if run.world.size > 1 else None
-        self._scans = Scans(run.settings, run.backend.bare, run.updater.optimizers, world, run.own_weights)
+        world, are_replicas = run.world if run.world.size > 1 else None, run.own_weights == frozenset()
+        self._scans = Scans(run.settings, run.backend.bare, run.updater.optimizers, world, are_replicas=are_replicas)
         run.scans, run.examiner = self._scans, self
         run.hooks.append(self)
         self._knows_batches = False  # in this process

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,14 +25,6 @@ Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 _OFTEN = 2  # times that the same finding at the same step leads to a rewind; the third time it must be on purpose
 _ONCE = 1  # the same where no update can have moved the weights that far: the loop writes to them
 _AROUND = 2  # steps before and after a declared change
-# The first explains the others: a negative moment makes weights NaN, and these make everything else NaN.
-_FIRST = (
-    Signal.OPTIMIZER_RANGE,
-    Signal.NONFINITE_WEIGHTS,
-    Signal.NONFINITE_OPTIMIZER,
-    Signal.WEIGHTS_JUMP,
-    Signal.RANK_MISMATCH,
-)
 _PARTS = 4  # numbers of a digest
 
 
@@ -61,22 +52,22 @@ class Scans(protocols.Scans):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         world: World | None = None,
-        unreplicated: Collection[str] | None = (),
+        *,
+        are_replicas: bool = False,
     ) -> None:
-        """`optimizers` without Accelerate's wrapper; `world` of several ranks, on which `unreplicated` weights differ;
-        None: all may.
-        """
+        """`optimizers` without Accelerate's wrapper; `world` of several ranks, whose weights are the same or not."""
         self.config, self._world = config, world
         self.layout = Layout(model, optimizers)
         self._step = 0
-        self._has_copies = self.layout.is_whole and world is not None and unreplicated is not None and not unreplicated
+        self._has_copies = self.layout.is_whole and are_replicas
         self._found: list[tuple[int, Found]] = []  # with its step; does not rewind
         self.accepted = None  # or what was newly taken for intended; nothing, if it was declared
         self._pending: _Pending | None = None
         self._kinds = self.layout.kinds()
+        # In this order findings explain each other: a bad moment makes weights NaN.
         self._scans: dict[str, Scan] = {
-            "weights": Weights(config.weights, self._kinds),
             "optimizer": Moments(config.optimizer, self._kinds),
+            "weights": Weights(config.weights, self._kinds),
             "norms": Norms(config.norms),
             "replicas": Scan(config.replicas if self._has_copies else Every(0)),
         }
@@ -153,7 +144,7 @@ class Scans(protocols.Scans):
         damage = [name for name, one in found.items() if not self._is_on_purpose(step, clean[name], name, one)]
         if not damage:
             return None
-        first = found[min(damage, key=lambda name: _FIRST.index(found[name].signal))]
+        first = found[damage[0]]
         evidence = first.evidence
         if first.signal is Signal.RANK_MISMATCH:
             ranks, evidence = self._differ()
@@ -168,30 +159,27 @@ class Scans(protocols.Scans):
         """Find out which ranks have other weights or moments than most, and where. Waits for the device."""
         assert self._world is not None
         of_each = self._world.all_of({name: int(digest([one], self.layout.device)) for name, one in self._replicated()})
-        odd = odd_ones([tuple(one.items()) for one in of_each])
+        odd = odd_ones([tuple(one.values()) for one in of_each])
         apart = [name for name in of_each[0] if len({one.get(name) for one in of_each}) > 1]
         where = {"name": apart[0], "apart": len(apart), "count": len(of_each[0])} if apart else {}
         return odd, fact("replicas_differ", ranks=[*odd], size=len(of_each), **where)
 
     def _is_on_purpose(self, step: int, clean: int, name: str, found: Found) -> bool:
-        """Whether to accept a finding: it was declared, came again at the same step, or did at an earlier step."""
+        """Whether to accept a finding: it was declared, or came again at the same step."""
         if not found.acceptable:
             return False
         is_jump = found.signal is Signal.WEIGHTS_JUMP
         if is_jump and any(clean - _AROUND <= declared <= step + _AROUND for declared in self.config.expect):
             self.accepted = ()
             return True
-        alike = Counter(at for at, one in self._found if found.is_like(one))
-        often = _ONCE if is_jump else _OFTEN
-        is_known = max(alike.values(), default=0) > often
+        often = sum(at == step and found.is_like(one) for at, one in self._found)
         self._found.append((step, found))
-        if not is_known and alike[step] < often:
+        if often < (_ONCE if is_jump else _OFTEN):
             return False
         self._scans[name].loose.add(found.subject)
-        if not is_known:
-            why = "taken for intended, like later ones there, since it came again after each rewind"
-            log.info("note: step %d: %s: %s", step, why, say(found.evidence))
-            self.accepted = found.evidence
+        why = "taken for intended, like later ones there, since it came again after each rewind"
+        log.info("note: step %d: %s: %s", step, why, say(found.evidence))
+        self.accepted = found.evidence
         return True
 
     def state_dict(self) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class Scan(PlainState):
         self.config: Any = config
         self.every = config.every  # updates; 0: off
         self.clean_step = 0  # the newest step that it has seen and found clean
-        # Free tensors that were not finite when they were seen first, as a minimum that is infinite until it is set.
+        # Free tensors that were not finite at first, as a minimum until it is set, and all that the loop writes itself.
         self.loose: set[str] = set()
         self.restart(kinds)
 
@@ -168,7 +168,7 @@ class Scan(PlainState):
             return Found(self.nonfinite, evidence, acceptable=name == KEPT)
         worst, found = 1.0, None
         for one, now in measured:
-            if one.name in self.base and isfinite(now.largest):
+            if one.name in self.base and one.name not in self.loose and isfinite(now.largest):
                 excess, evidence = self.excess(one, Numbers(*self.base[one.name]), now)
                 if excess > worst:
                     worst, found = excess, Found(self.jumped, evidence, size=now.largest)
