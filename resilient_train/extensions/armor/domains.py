@@ -114,17 +114,5 @@ def _moved(value: Any, limit: Any) -> Any:
     lower, upper = (torch.as_tensor(bound, dtype=still.dtype, device=still.device) for bound in bounds)
     away = near * (upper - lower).clamp(max=1.0)
     inside = torch.where(limit.check(still) | still.isnan(), still, still.clamp(lower + away, upper - away))
-    result: Tensor = _Moved.apply(value, inside)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Moved(torch.autograd.Function):
-    """Puts values in the place of others, which get the gradient: by it they can learn to come back."""
-
-    @staticmethod
-    def forward(context: Any, value: Tensor, inside: Tensor) -> Tensor:
-        return inside
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return torch.where(gradient.isfinite(), gradient, 0.0), None
+    finite = value.nan_to_num(0.0, 0.0, 0.0)
+    return inside + (finite - finite.detach())  # with the gradient of what was there, which can learn to come back

@@ -63,11 +63,11 @@ class Scans(protocols.Scans):
         self._found: list[tuple[int, Found]] = []  # with its step; does not rewind
         self.accepted = None  # or what was newly taken for intended; nothing, if it was declared
         self._pending: _Pending | None = None
-        self._kinds = self.layout.kinds()
+        kinds = self.layout.kinds()
         # In this order findings explain each other: a bad moment makes weights NaN.
         self._scans: dict[str, Scan] = {
-            "optimizer": Moments(config.optimizer, self._kinds),
-            "weights": Weights(config.weights, self._kinds),
+            "optimizer": Moments(config.optimizer, kinds),
+            "weights": Weights(config.weights, kinds),
             "norms": Norms(config.norms),
             "replicas": Scan(config.replicas if self._has_copies else Every(0)),
         }
@@ -78,14 +78,17 @@ class Scans(protocols.Scans):
 
     def rebase(self) -> None:
         """Accept the next measurement as long as it is finite: something was changed on purpose."""
-        self._kinds, self._pending = self.layout.kinds(), None
+        self._pending = None
         for scan in self._scans.values():
-            scan.restart(self._kinds)
+            scan.restart(self.layout.kinds())
+
+    def _has_new_groups(self) -> bool:
+        return [path.kind for path in self._scans["weights"].paths] != self.layout.kinds()
 
     def landed(self, step: int, groups: Settings, times: int = 1) -> None:
         """Note an accepted update, in which an optimizer stepped so many `times`."""
         self._step = step
-        if self._kinds != self.layout.kinds():  # groups were added
+        if self._has_new_groups():
             self.rebase()
             return
         settings = [{**group, **setting} for group, setting in zip(self.layout.groups(), groups, strict=True)]
@@ -103,7 +106,7 @@ class Scans(protocols.Scans):
         """Measure what is due, or `everything`; return the numbers. If they are never judged, as something raised in
         between, the next measurement covers their updates as well.
         """
-        if self._kinds != self.layout.kinds():
+        if self._has_new_groups():
             self.rebase()
         device = self.layout.device
         due = [name for name, scan in self._scans.items() if scan.every and (everything or scan.is_due(self._step))]

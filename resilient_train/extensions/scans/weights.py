@@ -194,11 +194,7 @@ class Scan(PlainState):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        paths, kinds = [Path(*path) for path in state["paths"]], [path.kind for path in self.paths]
-        if [path.kind for path in paths] == kinds:
-            self.paths = paths
-        else:  # it is of other optimizers
-            self.restart(kinds)
+        self.paths = [Path(*path) for path in state["paths"]]
 
 
 class Weights(Scan):
