@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from resilient_train.core.loss import Every
+from resilient_train.extensions.scans.layout import Layout
 from resilient_train.extensions.scans.scans import Scans
 from resilient_train.extensions.scans.weights import NormsConfig, ScanConfig
 from resilient_train.ground.types import Anomaly
@@ -231,7 +232,7 @@ class Run:
         self.weights = [
             one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]
         ]
-        self.scans = Scans(config, self.model, self.optimizers)
+        self.scans = Scans(config, Layout(self.model, self.optimizers))
         self.step = 0
         self._flight: list[dict[str, float]] | None = None
 

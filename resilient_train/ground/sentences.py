@@ -204,7 +204,7 @@ EVIDENCE = {
     "weight_huge": "weights jumped: {name} max |w| {before:.4g} -> {now:.4g}, the model's largest was {largest:.4g}",
     "moments_shrank": "second moments shrank: {name} sums to {before:.4g} -> {now:.4g} where {updates} updates leave {least:.4g} at least",
     "statistics_out": "running statistics jumped: `{name}` max {before:.3g} -> {now:.3g}",
-    "replicas_differ": "replicas differ< in `{name}`, {apart} of {count:tensor}>: {ranks:ranks} of {size}",
+    "replicas_differ": "replicas differ: {ranks:ranks} of {size}",
     "decided_differently": "{ranks:ranks} decided differently",
     "settings_differ": "{ranks:ranks} have different settings",
     "row_failed": "row {row:id} cannot be fetched: {error}",

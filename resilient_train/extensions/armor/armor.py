@@ -24,44 +24,48 @@ import torch
 from resilient_train.extensions.armor.ast_patch import CannotArmor, PatchedLine, patch
 from resilient_train.extensions.armor.replacements import BY_NAME, PREFIX
 
-__all__ = ["Armor", "CannotArmor", "PatchedLine", "is_patched"]
+# Of the process, as functions are. None of these two is of a guard.
+_SOURCES: dict[str, _Source] = {}  # by file, as its code has it: those with patches
+_ORIGINALS: dict[CodeType, CodeType] = {}  # of all code that was ever installed
 
 
-@dataclass(slots=True)
-class Armor:
-    """Patches operations in the user's own code. Wherever nothing breaks, the code computes the same as before.
+def add(file: str, line: int, op: str) -> None:
+    """Patch an operation, or with an empty `op` all of a line. Nothing has changed if this raises CannotArmor.
 
-    Compiled code is compiled again at its next call. Earlier processes, such as data workers, keep their code.
+    Wherever nothing breaks, the code computes the same as before. Compiled code is compiled again at its next call.
+    Earlier processes, such as data workers, keep their code.
     """
+    functions, source = _found(file)
+    patched = PatchedLine(file, line, linecache.getline(file, line).strip(), op)
+    source.check(patched, functions)
+    if patched not in source.patches:
+        _SOURCES[file] = source
+        source.patches.append(patched)
+        source.install(functions)
 
-    lines: list[PatchedLine] = field(default_factory=list)
 
-    def add(self, file: str, line: int, op: str) -> PatchedLine:
-        """Patch an operation, or with an empty `op` all of a line. Nothing has changed if this raises CannotArmor."""
-        functions, source = _found(file)
-        patched = PatchedLine(file, line, linecache.getline(file, line).strip(), op)
-        source.check(patched, functions)
-        if patched not in self.lines:
-            _SOURCES[file] = source
-            source.patches.append(patched)
-            source.install(functions)
-            self.lines.append(patched)
-        return patched
+def check(file: str, line: int, op: str) -> None:
+    """Raise CannotArmor if `add` would; nothing changes, and nothing is compiled again."""
+    functions, source = _found(file)
+    source.check(PatchedLine(file, line, "", op), functions)
 
-    def check(self, file: str, line: int, op: str) -> None:
-        """Raise CannotArmor if `add` would; nothing changes, and nothing is compiled again."""
-        functions, source = _found(file)
-        source.check(PatchedLine(file, line, "", op), functions)
 
-    def remove(self) -> None:
-        """Remove all patches, also where another Armor has patched the same."""
-        for file in {one.file for one in self.lines} & _SOURCES.keys():
-            source = _SOURCES[file]
-            source.patches = [one for one in source.patches if one not in self.lines]
-            source.install(_live_functions(file))
-            if not source.patches:
-                del _SOURCES[file]
-        self.lines.clear()
+def lines() -> list[PatchedLine]:
+    """Return all that is patched."""
+    return [patched for source in _SOURCES.values() for patched in source.patches]
+
+
+def is_patched(file: str, line: int, op: str) -> bool:
+    """Say whether an operation is patched, by itself or with all of its line."""
+    return any((one.file, one.line) == (file, line) and one.op in (op, "") for one in lines())
+
+
+def remove() -> None:
+    """Remove all patches."""
+    for file, source in _SOURCES.items():
+        source.patches.clear()
+        source.install(_live_functions(file))
+    _SOURCES.clear()
 
 
 class _Codes(NamedTuple):
@@ -117,17 +121,6 @@ class _Source:
         for one in guilty:
             if alive.isdisjoint((one.before, *one.around)):
                 raise CannotArmor(f"{edited}, or nothing that creates {one.before.co_qualname} is alive")
-
-
-# Of the process, as functions are, whichever Armor patched them.
-_SOURCES: dict[str, _Source] = {}  # by file: those with patches
-_ORIGINALS: dict[CodeType, CodeType] = {}  # of all code that was ever installed
-
-
-def is_patched(file: str, line: int, op: str) -> bool:
-    """Say whether an operation is patched, by itself or with all of its line; the file as its code names it."""
-    patches = _SOURCES[file].patches if file in _SOURCES else []
-    return any(one.line == line and one.op in (op, "") for one in patches)
 
 
 def _original(code: CodeType) -> CodeType:

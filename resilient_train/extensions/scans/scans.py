@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from resilient_train.core import protocols
 from resilient_train.core.loss import Every
@@ -46,18 +45,9 @@ class Scans(protocols.Scans):
     `landed` is called at every update, and adds up how far the updates can have moved the state.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        world: World | None = None,
-        *,
-        are_replicas: bool = False,
-    ) -> None:
-        """`optimizers` without Accelerate's wrapper; `world` of several ranks, whose weights are the same or not."""
-        self.config, self._world = config, world
-        self.layout = Layout(model, optimizers)
+    def __init__(self, config: Any, layout: Layout, world: World | None = None, *, are_replicas: bool = False) -> None:
+        """`world` of several ranks, whose weights are the same or not."""
+        self.config, self.layout, self._world = config, layout, world
         self._step = 0
         self._has_copies = self.layout.is_whole and are_replicas
         self._found: list[tuple[int, Found]] = []  # with its step; does not rewind
@@ -115,18 +105,17 @@ class Scans(protocols.Scans):
         sizes = measured(largest, [tensor for _, tensor in found], device)
         rows = [sizes, -measured(totals, squares, device)]  # of ranks the largest numbers count: here the smallest
         if "replicas" in due:  # in numbers that float32 holds exactly: where ranks agree, the largest are the smallest
-            parts = digest((tensor for _, tensor in self._replicated()), device).reshape(1).view(torch.int16).float()
+            parts = digest(self._replicated(), device).reshape(1).view(torch.int16).float()
             rows += [parts, -parts]
         mine = torch.cat(rows)
         sent = Sent(mine if self._world is None else self._world.max(mine))
         self._pending = _Pending(self._step, tick, due, [one for one, _ in found], mine, sent)
         return mine
 
-    def _replicated(self) -> Iterator[tuple[str, Tensor]]:
+    def _replicated(self) -> list[Tensor]:
         """Weights, and moments of torch's optimizers: with the same gradients they stay the same."""
-        for one, tensor in self.layout.tensors(("weights", "optimizer"), {}):
-            if one.is_weight or (one.scan == "optimizer" and not one.is_free):
-                yield one.name, tensor
+        found = self.layout.tensors(("weights", "optimizer"), {})
+        return [tensor for one, tensor in found if one.is_weight or (one.scan == "optimizer" and not one.is_free)]
 
     def judge(self) -> Anomaly | None:
         """Judge what was measured."""
@@ -159,13 +148,11 @@ class Scans(protocols.Scans):
 
     @torch.no_grad()
     def _differ(self) -> tuple[tuple[int, ...], Facts]:
-        """Find out which ranks have other weights or moments than most, and where. Waits for the device."""
+        """Find out which ranks have other weights or moments than most. Waits for the device."""
         assert self._world is not None
-        of_each = self._world.all_of({name: int(digest([one], self.layout.device)) for name, one in self._replicated()})
-        odd = odd_ones([tuple(one.values()) for one in of_each])
-        apart = [name for name in of_each[0] if len({one.get(name) for one in of_each}) > 1]
-        where = {"name": apart[0], "apart": len(apart), "count": len(of_each[0])} if apart else {}
-        return odd, fact("replicas_differ", ranks=[*odd], size=len(of_each), **where)
+        digests = self._world.all_of(int(digest(self._replicated(), self.layout.device)))
+        odd = odd_ones(digests)
+        return odd, fact("replicas_differ", ranks=[*odd], size=len(digests))
 
     def _is_on_purpose(self, step: int, clean: int, name: str, found: Found) -> bool:
         """Whether to accept a finding: it was declared, or came again at the same step."""
