@@ -17,7 +17,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -68,12 +68,8 @@ def remove() -> None:
     _SOURCES.clear()
 
 
-class _Codes(NamedTuple):
-    """The code of a function before and after, with that of the functions around it, outermost first."""
-
-    before: CodeType
-    after: CodeType
-    around: tuple[CodeType, ...]
+# The code of a function before and after, with that of the functions around it, outermost first.
+_Codes = tuple[CodeType, CodeType, tuple[CodeType, ...]]
 
 
 @dataclass(slots=True)
@@ -110,17 +106,17 @@ class _Source:
         except SyntaxError:
             raise CannotArmor(edited) from None
         guilty = [
-            one
-            for one in codes
-            if one.before.co_flags & inspect.CO_OPTIMIZED  # a class body is no function
-            and any(name.startswith(PREFIX) for name in one.after.co_names)  # itself, and not only one within it
+            (before, around)
+            for before, after, around in codes
+            if before.co_flags & inspect.CO_OPTIMIZED  # a class body is no function
+            and any(name.startswith(PREFIX) for name in after.co_names)  # itself, and not only one within it
         ]
         if not guilty:
             raise CannotArmor(f"line {patched.line} of {self.file} is in no function, so it has run or is running")
         alive = {_original(function.__code__) for function in functions}
-        for one in guilty:
-            if alive.isdisjoint((one.before, *one.around)):
-                raise CannotArmor(f"{edited}, or nothing that creates {one.before.co_qualname} is alive")
+        for before, around in guilty:
+            if alive.isdisjoint((before, *around)):
+                raise CannotArmor(f"{edited}, or nothing that creates {before.co_qualname} is alive")
 
 
 def _original(code: CodeType) -> CodeType:
@@ -132,7 +128,7 @@ def _pairs(before: CodeType, after: CodeType, around: tuple[CodeType, ...]) -> I
     if len(inner[0]) != len(inner[1]) or before.co_freevars != after.co_freevars:
         raise CannotArmor(f"{before.co_qualname} would not stay the same function")
     if before.co_name != "<module>":
-        yield _Codes(before, after, around)
+        yield before, after, around
         around = (*around, before)
     for old, new in zip(*inner, strict=True):
         yield from _pairs(old, new, around)

@@ -46,11 +46,8 @@ def has_value(error: BaseException) -> bool:
 
 
 def _chances(given: Tensor) -> Tensor:
-    """What can be drawn from: only what was infinite, if anything was; and all alike where nothing is above 0."""
-    still = given.detach()
-    infinite = still == torch.inf
-    chances = torch.where(infinite.any(-1, keepdim=True), infinite.to(still.dtype), still)
-    chances = torch.where(chances > 0.0, chances, 0.0)  # NaN is not
+    """What can be drawn from: no chance is below 0, and all are alike where nothing is above it."""
+    chances = torch.where(given > 0.0, given.detach(), 0.0)  # NaN is not
     return torch.where(chances.sum(-1, keepdim=True) > 0.0, chances, 1.0)
 
 

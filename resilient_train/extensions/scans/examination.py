@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -88,14 +88,11 @@ class StateScans(Extension, Examiner, Hook):
         return {"signal": Signal.NONFINITE_BATCH, "evidence": evidence, "ranks": self._named(ranks)} if ranks else {}
 
     def _ranks_with_bad_batch(self, update: Transaction) -> list[int]:
-        bad = self._world.all_of(not _all_finite(update.inputs))
+        """Find out whose batches, of any shape, hold a NaN or infinity. Waits for the device."""
+        tensors = [leaf for leaf in leaves(list(update.inputs)) if isinstance(leaf, torch.Tensor)]
+        numbers = [one for one in tensors if one.is_floating_point() or one.is_complex()]
+        bad = self._world.all_of(not all(bool(one.isfinite().all()) for one in numbers))
         return [rank for rank, is_bad in enumerate(bad) if is_bad]
 
     def _named(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(ranks) if self._world.size > 1 else ()
-
-
-def _all_finite(batches: Iterable[Any]) -> bool:
-    """Whether batches of any shape hold no NaN or infinity. Waits for the device."""
-    tensors = [leaf for leaf in leaves(list(batches)) if isinstance(leaf, torch.Tensor)]
-    return all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point() or one.is_complex())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from functools import lru_cache
 from math import inf, isfinite, sqrt
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,10 +32,8 @@ _LOUD = 100.0  # times the largest weight of the model
 _ROUNDING = 1 + 2**-8  # of second moments in bfloat16, in each update
 _TINY = 1e-30  # smaller moments of float32 have lost their precision
 _LEAST = 1e-3  # of statistics: those of a layer without input fade to nothing
-# Moments that cannot be negative, by torch's names for them. An update leaves at least a share of them, if their group
-# has one: `betas[1]` or the like.
-SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum", "row_var", "col_var"}
-SQUARES |= {"variance"}  # of vectors in Adafactor
+# Moments of which an update leaves at least a share, by torch's names for them.
+SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg"}
 
 
 class Watched(NamedTuple):
@@ -71,7 +68,6 @@ class Found(NamedTuple):
         return self.subject == other.subject and max(self.size, other.size) <= 2 * min(self.size, other.size)
 
 
-@lru_cache(maxsize=256)
 def adam_stride(beta1: float, beta2: float) -> float:
     """Return the largest |change of a weight| / lr in an update of Adam: Cauchy-Schwarz on its two averages.
 
