@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributions as d
 from torch.nn import functional as F
 
-from resilient_train.extensions.armor.domains import call, call_distribution, has_value
+from resilient_train.extensions.armor.repair import call, call_distribution, has_value
 
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 MADE: dict[str, tuple[type[d.Distribution], Callable[[Tensor], dict[str, Any]]]] = {

@@ -14,7 +14,7 @@ from resilient_train.core.remedies import Case, Remedy
 from resilient_train.extensions import Extension
 from resilient_train.extensions.armor import armor
 from resilient_train.extensions.armor.ast_patch import CannotArmor
-from resilient_train.extensions.armor.domains import has_value
+from resilient_train.extensions.armor.repair import has_value
 from resilient_train.ground.secrets import masked_tree
 from resilient_train.ground.types import Culprit, Diagnosis, Incident
 from resilient_train.ground.wording import log
@@ -50,7 +50,7 @@ class PatchedLines(Extension):
     def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
         can_patch = not has_landed and all(self._run.world.all_of(self._can_patch(diagnosis)))
         # After a line was patched an early failure does not indicate a wrong learning rate.
-        return {"armor": can_patch, **({"at_start": False} if armor.lines() else {})}
+        return {"armor": can_patch, **({"at_start": False} if armor.PATCHED else {})}
 
     def patch(self, incident: Incident) -> None:
         culprit = incident.diagnosis.broken
@@ -95,10 +95,10 @@ class PatchedLines(Extension):
         return is_plain and is_new and (has_value(error) or found.of_distribution)
 
     def _state(self) -> Any:
-        return masked_tree([asdict(patched) for patched in armor.lines()])
+        return masked_tree([asdict(patched) for patched in armor.PATCHED])
 
     def _agreed(self) -> Any:  # not the paths: each host may have its own
-        return [(patched.line, patched.text, patched.op) for patched in armor.lines()]
+        return [(patched.line, patched.text, patched.op) for patched in armor.PATCHED]
 
     def _restore(self, state: Any) -> bool:
         """Patch the lines of an earlier process; return whether one was changed since."""

@@ -14,8 +14,7 @@ import gc
 import inspect
 import linecache
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -25,8 +24,11 @@ from resilient_train.extensions.armor.ast_patch import CannotArmor, PatchedLine,
 from resilient_train.extensions.armor.replacements import BY_NAME, PREFIX
 
 # Of the process, as functions are. None of these two is of a guard.
-_SOURCES: dict[str, _Source] = {}  # by file, as its code has it: those with patches
+PATCHED: list[PatchedLine] = []
 _ORIGINALS: dict[CodeType, CodeType] = {}  # of all code that was ever installed
+
+# The code of a function before and after, with that of the functions around it, outermost first.
+_Codes = tuple[CodeType, CodeType, tuple[CodeType, ...]]
 
 
 def add(file: str, line: int, op: str) -> None:
@@ -35,88 +37,75 @@ def add(file: str, line: int, op: str) -> None:
     Wherever nothing breaks, the code computes the same as before. Compiled code is compiled again at its next call.
     Earlier processes, such as data workers, keep their code.
     """
-    functions, source = _found(file)
+    check(file, line, op)
     patched = PatchedLine(file, line, linecache.getline(file, line).strip(), op)
-    source.check(patched, functions)
-    if patched not in source.patches:
-        _SOURCES[file] = source
-        source.patches.append(patched)
-        source.install(functions)
-
-
-def check(file: str, line: int, op: str) -> None:
-    """Raise CannotArmor if `add` would; nothing changes, and nothing is compiled again."""
-    functions, source = _found(file)
-    source.check(PatchedLine(file, line, "", op), functions)
-
-
-def lines() -> list[PatchedLine]:
-    """Return all that is patched."""
-    return [patched for source in _SOURCES.values() for patched in source.patches]
+    if patched not in PATCHED:
+        PATCHED.append(patched)
+        _install(file)
 
 
 def is_patched(file: str, line: int, op: str) -> bool:
     """Say whether an operation is patched, by itself or with all of its line."""
-    return any((one.file, one.line) == (file, line) and one.op in (op, "") for one in lines())
+    return any((one.file, one.line) == (file, line) and one.op in (op, "") for one in PATCHED)
 
 
 def remove() -> None:
     """Remove all patches."""
-    for file, source in _SOURCES.items():
-        source.patches.clear()
-        source.install(_live_functions(file))
-    _SOURCES.clear()
+    files = {one.file for one in PATCHED}
+    PATCHED.clear()
+    for file in files:
+        _install(file)
 
 
-# The code of a function before and after, with that of the functions around it, outermost first.
-_Codes = tuple[CodeType, CodeType, tuple[CodeType, ...]]
+def check(file: str, line: int, op: str) -> None:
+    """Raise CannotArmor if `add` would; nothing changes, and nothing is compiled again."""
+    functions = _live_functions(file)
+    if not functions:
+        raise CannotArmor(f"no live function comes from {file}")
+    linecache.checkcache(file)
+    if not linecache.getlines(file, functions[0].__globals__):
+        raise CannotArmor(f"there is no source of {file}: code made by exec, or moved since, stays as it is")
+    edited = f"{file} is not what runs: it was edited since it was imported"
+    try:
+        codes = _compiled(file, [PatchedLine(file, line, "", op)], functions[0].__globals__)
+    except SyntaxError:
+        raise CannotArmor(edited) from None
+    guilty = [
+        (before, around)
+        for before, after, around in codes
+        if before.co_flags & inspect.CO_OPTIMIZED  # a class body is no function
+        and any(name.startswith(PREFIX) for name in after.co_names)  # itself, and not only one within it
+    ]
+    if not guilty:
+        raise CannotArmor(f"line {line} of {file} is in no function, so it has run or is running")
+    alive = {_original(function.__code__) for function in functions}
+    for before, around in guilty:
+        if alive.isdisjoint((before, *around)):
+            raise CannotArmor(f"{edited}, or nothing that creates {before.co_qualname} is alive")
 
 
-@dataclass(slots=True)
-class _Source:
-    file: str  # as its code has it
-    text: str
-    patches: list[PatchedLine] = field(default_factory=list)
+def _install(file: str) -> None:
+    """Give all functions of a file the code with all patches, and the original code if there are none."""
+    functions, patches = _live_functions(file), [one for one in PATCHED if one.file == file]
+    codes = _compiled(file, patches, functions[0].__globals__) if patches else []
+    new = {before: after for before, after, _ in codes if before != after}
+    _ORIGINALS.update({after: before for before, after in new.items()})
+    for function in functions:
+        function.__globals__.update(BY_NAME)
+        original = _original(function.__code__)
+        function.__code__ = new.get(original, original)
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if getattr(compiler, "FRAME_COUNTER", compiler is not None):  # compiled code contains the old code
+        torch.compiler.reset()  # where nothing is compiled, that only imports Inductor for CUDA: seconds
 
-    def functions(self, patches: Collection[PatchedLine], names: dict[str, Any]) -> list[_Codes]:
-        """Return the code of all functions, before and after; not what a module or a class computes at import."""
-        trees = ast.parse(self.text, self.file), ast.parse(self.text, self.file)
-        patch(trees[1], patches, names)
-        before, after = (compile(tree, self.file, "exec", dont_inherit=True) for tree in trees)
-        return list(_pairs(before, after, ()))
 
-    def install(self, functions: Sequence[FunctionType]) -> None:
-        """Give all functions the code with all patches, and the original code if there are none."""
-        codes = self.functions(self.patches, functions[0].__globals__) if functions else []
-        new = {before: after for before, after, _ in codes if before != after}
-        _ORIGINALS.update({after: before for before, after in new.items()})
-        for function in functions:
-            function.__globals__.update(BY_NAME)
-            original = _original(function.__code__)
-            function.__code__ = new.get(original, original)
-        compiler = sys.modules.get("torch._dynamo.convert_frame")
-        if getattr(compiler, "FRAME_COUNTER", compiler is not None):  # compiled code contains the old code
-            torch.compiler.reset()  # where nothing is compiled, that only imports Inductor for CUDA: seconds
-
-    def check(self, patched: PatchedLine, functions: Sequence[FunctionType]) -> None:
-        """Raise CannotArmor if it cannot be patched."""
-        edited = f"{self.file} is not what runs: it was edited since it was imported"
-        try:
-            codes = self.functions([patched], functions[0].__globals__)
-        except SyntaxError:
-            raise CannotArmor(edited) from None
-        guilty = [
-            (before, around)
-            for before, after, around in codes
-            if before.co_flags & inspect.CO_OPTIMIZED  # a class body is no function
-            and any(name.startswith(PREFIX) for name in after.co_names)  # itself, and not only one within it
-        ]
-        if not guilty:
-            raise CannotArmor(f"line {patched.line} of {self.file} is in no function, so it has run or is running")
-        alive = {_original(function.__code__) for function in functions}
-        for before, around in guilty:
-            if alive.isdisjoint((before, *around)):
-                raise CannotArmor(f"{edited}, or nothing that creates {before.co_qualname} is alive")
+def _compiled(file: str, patches: Collection[PatchedLine], names: dict[str, Any]) -> list[_Codes]:
+    """Return the code of all functions, before and after; not what a module or a class computes at import."""
+    text = "".join(linecache.getlines(file, names))
+    trees = ast.parse(text, file), ast.parse(text, file)
+    patch(trees[1], patches, names)
+    before, after = (compile(tree, file, "exec", dont_inherit=True) for tree in trees)
+    return list(_pairs(before, after, ()))
 
 
 def _original(code: CodeType) -> CodeType:
@@ -136,20 +125,6 @@ def _pairs(before: CodeType, after: CodeType, around: tuple[CodeType, ...]) -> I
 
 def _inner(code: CodeType) -> list[CodeType]:
     return [part for part in code.co_consts if isinstance(part, CodeType)]
-
-
-def _found(file: str) -> tuple[list[FunctionType], _Source]:
-    """Return all live functions of a file, and their source: where some are patched, the text that was read then."""
-    functions = _live_functions(file)
-    if not functions:
-        raise CannotArmor(f"no live function comes from {file}")
-    if file in _SOURCES:
-        return functions, _SOURCES[file]
-    linecache.checkcache(file)
-    text = "".join(linecache.getlines(file, functions[0].__globals__))
-    if not text:
-        raise CannotArmor(f"there is no source of {file}: code made by exec, or moved since, stays as it is")
-    return functions, _Source(file, text)
 
 
 def _live_functions(file: str) -> list[FunctionType]:

@@ -23,8 +23,6 @@ _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.
 _DIGEST_FACTOR = -7046029254386353131  # 0x9E3779B97F4A7C15: odd, and its multiples are spread well
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
 
-Tensors = list[tuple[Watched, Tensor]]
-
 
 def _here(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process has, as real numbers, never empty."""
@@ -76,7 +74,7 @@ class Layout:
         """The optimizer of each group, if it is one of torch's own."""
         return [kind_of(optimizer) for optimizer in self.optimizers for _ in optimizer.param_groups]
 
-    def tensors(self, scans: Collection[str], kept: Mapping[str, Tree]) -> Tensors:
+    def tensors(self, scans: Collection[str], kept: Mapping[str, Tree]) -> list[tuple[Watched, Tensor]]:
         """What these scans look at; tensors of a kind one after the other."""
         found: list[tuple[Watched, Any]] = []
         if "weights" in scans:

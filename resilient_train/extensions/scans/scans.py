@@ -19,8 +19,6 @@ from resilient_train.ground.types import Anomaly, Facts, Signal, fact
 from resilient_train.ground.wording import log, say
 from resilient_train.processes.world import World, odd_ones
 
-Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
-
 _OFTEN = 2  # times that the same finding at the same step leads to a rewind; the third time it must be on purpose
 _ONCE = 1  # the same where no update can have moved the weights that far: the loop writes to them
 _AROUND = 2  # steps before and after a declared change
@@ -54,10 +52,9 @@ class Scans(protocols.Scans):
         self.accepted = None  # or what was newly taken for intended; nothing, if it was declared
         self._pending: _Pending | None = None
         kinds = self.layout.kinds()
-        # In this order findings explain each other: a bad moment makes weights NaN.
         self._scans: dict[str, Scan] = {
-            "optimizer": Moments(config.optimizer, kinds),
             "weights": Weights(config.weights, kinds),
+            "optimizer": Moments(config.optimizer, kinds),
             "norms": Norms(config.norms),
             "replicas": Scan(config.replicas if self._has_copies else Every(0)),
         }
@@ -75,8 +72,8 @@ class Scans(protocols.Scans):
     def _has_new_groups(self) -> bool:
         return [path.kind for path in self._scans["weights"].paths] != self.layout.kinds()
 
-    def landed(self, step: int, groups: Settings, times: int = 1) -> None:
-        """Note an accepted update, in which an optimizer stepped so many `times`."""
+    def landed(self, step: int, groups: Sequence[Mapping[str, Any]], times: int = 1) -> None:
+        """Note an accepted update with the settings of all groups, in which an optimizer stepped so many `times`."""
         self._step = step
         if self._has_new_groups():
             self.rebase()
@@ -136,7 +133,8 @@ class Scans(protocols.Scans):
         damage = [name for name, one in found.items() if not self._is_on_purpose(step, clean[name], name, one)]
         if not damage:
             return None
-        first = found[damage[0]]
+        # A second moment below what it can be makes weights NaN, and these make everything else NaN.
+        first = found[min(damage, key=lambda name: found[name].signal is not Signal.OPTIMIZER_RANGE)]
         evidence = first.evidence
         if first.signal is Signal.RANK_MISMATCH:
             ranks, evidence = self._differ()
