@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from resilient_train.core.tree import Tree, is_sharded, leaves, local_part
+from resilient_train.core.tree import Tree, is_sharded, local_part
+from resilient_train.data.trees import sorted_leaves
 from resilient_train.extensions.scans.weights import KEPT, SQUARES, Watched
 
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
@@ -79,9 +80,8 @@ class Layout:
         found: list[tuple[Watched, Any]] = []
         if "weights" in scans:
             found += self._weights()
-            found += [
-                (Watched("weights", f"buffer {name}", is_free=True), one) for name, one in self.model.named_buffers()
-            ]
+            for name, one in self.model.named_buffers():
+                found.append((Watched("weights", f"buffer {name}", is_free=True), one))
             found.append((Watched("weights", KEPT, is_free=True), self._kept(kept)))
         if "optimizer" in scans:
             found += self._moments()
@@ -108,7 +108,7 @@ class Layout:
 
     def _kept(self, kept: Mapping[str, Tree]) -> Tensor:
         """One number of all that the user keeps, NaN or 0: on each rank it may be something else."""
-        sizes = measured(largest, filter(_is_measured, leaves(dict(kept))), self.device)
+        sizes = measured(largest, (one for _, one in sorted_leaves(kept) if _is_measured(one)), self.device)
         return torch.where(sizes.isnan().any(), nan, 0.0)
 
     def _moments(self) -> Iterator[tuple[Watched, Any]]:
