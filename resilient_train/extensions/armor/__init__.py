@@ -104,6 +104,7 @@ class PatchedLines(Extension):
         """Patch the lines of an earlier process; return whether one was changed since."""
         has_dropped = False
         for file, line, text, op in [(one["file"], int(one["line"]), one["text"], one["op"]) for one in state]:
+            linecache.checkcache(file)
             if linecache.getline(file, line).strip() != text:
                 log.info("%s:%d was changed since: its patch is removed", file, line)
                 has_dropped = True
