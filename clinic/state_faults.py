@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from resilient_train.core.loss import Every
+from resilient_train.extensions.scans.layout import Layout
 from resilient_train.extensions.scans.scans import Scans
 from resilient_train.extensions.scans.weights import NormsConfig, ScanConfig
 from resilient_train.ground.types import Anomaly
@@ -231,9 +232,9 @@ class Run:
         self.weights = [
             one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]
         ]
-        self.scans = Scans(config, self.model, self.optimizers)
+        self.scans = Scans(config, Layout(self.model, self.optimizers))
         self.step = 0
-        self._flight: tuple[Any, float] | None = None
+        self._flight: list[dict[str, float]] | None = None
 
     def update(self) -> Anomaly | None:
         """Train one update, and return what a scan found in an earlier one."""
@@ -243,19 +244,19 @@ class Run:
         anomaly = self._hear()
         if self.scans.is_due():
             self.scans.measure(self.step)
-        norm = min(float(nn.utils.clip_grad_norm_(self.weights, 1.0)), 1.0)
+        nn.utils.clip_grad_norm_(self.weights, 1.0)
         settings = self._set_rates()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
-        self._flight = settings, norm
+        self._flight = settings
         return anomaly
 
     def _hear(self) -> Anomaly | None:
         anomaly = self.scans.judge()
         if self._flight is not None:
-            self.scans.landed(self.step, *self._flight)
+            self.scans.landed(self.step, self._flight)
         return anomaly
 
     def _set_rates(self) -> list[dict[str, float]]:

@@ -95,7 +95,6 @@ class Checks:
         self._accepted = OrderedDict[int, tuple[float, float]]()
         self.is_changed = False  # what is usual was learned again: the beginning of the run is no measure any more
         self.nan_is_usual = False  # healthy batches hold values that are not finite, such as masks
-        self.knows_usual_batches = False  # the process before has learned that
         self.declared: set[int] = set()  # steps without alarms
         self._unowned: dict[str, Any] = {}  # lasting state of checks that are not there any more
         self._step = 0  # of the newest update
@@ -269,7 +268,6 @@ class Checks:
 
     def load_persistent_state(self, state: Mapping[str, Any]) -> None:
         load(self, self.persistent, state)
-        self.knows_usual_batches = True
         self._accepted = OrderedDict((step, (loss, norm)) for step, loss, norm in state["path"])
         for name, one in self._lasting.items():
             if name in state:  # else it was added since

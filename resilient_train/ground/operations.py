@@ -15,17 +15,10 @@ T = TypeVar("T")
 
 _ALIASES = {  # other names of the same operation
     **dict.fromkeys(("divide", "true_divide", "truediv", "rdiv"), "div"),
-    "floordiv": "floor_divide",
     "multiply": "mul",
     **dict.fromkeys(("subtract", "rsub"), "sub"),
-    "arccos": "acos",
-    "arcsin": "asin",
     "arctan2": "atan2",
-    "arctanh": "atanh",
-    "arccosh": "acosh",
     "float_power": "pow",
-    "special_log_softmax": "log_softmax",
-    "special_softmax": "softmax",
 }
 # Families of operations that raise where a patch has a value.
 HAVE_VALUES = ("cholesky", "inverse", "solve", "multinomial", "binary_cross_entropy")

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from resilient_train.extensions.armor.armor import Armor, is_patched
+from resilient_train.extensions.armor import armor
+from resilient_train.extensions.armor.armor import is_patched
 from resilient_train.extensions.diagnosis.microscope import Microscope
 from resilient_train.ground.operations import op_name
 
@@ -154,7 +155,6 @@ def of_its_own(hidden: Tensor) -> Tensor:
 def test_what_breaks_of_made_up_values_is_told_from_what_breaks_of_itself(does: Any, op: str, follows: str) -> None:
     """A consequence knows the armored operation that it comes of; what has nothing to do with it does not."""
     patched = HERE, line_of(does, "# in armor"), "sqrt"
-    armor = Armor()
     armor.add(*patched)
     try:
         found = origin_of(does)

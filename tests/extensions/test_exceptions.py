@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from resilient_train.ground.errors import GaveUp, TrainError
+from resilient_train.ground.types import fact
 from resilient_train.loop.guard import Guard
 
 

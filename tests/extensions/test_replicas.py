@@ -126,4 +126,3 @@ def test_a_bit_that_flips_on_one_rank_is_found_and_undone() -> None:
             assert (incident.anomaly.since, incident.anomaly.ranks) == (since, (1,))
             assert [action.remedy for action in incident.decision.actions] == ["rewind"]
             assert (incident.outcome, incident.rewound_to <= since) == ("recovered", True)
-            assert incident.anomaly.evidence[0]["name"].startswith("body.")

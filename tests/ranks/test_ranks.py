@@ -64,6 +64,8 @@ def test_two_processes_are_cured_as_one_is(
     causes = [cause for cause, *_ in cures(one)]
     expected = ["data", "data", "data", "transient", "transient", "transient", "corruption", "optimizer"]
     assert causes == expected
-    assert [found["ranks"] for found in met(two)[2:]] == [[1]] * len(STRUCK)
+    named = {found["signal"]: found["ranks"] for found in met(two)[2:]}
+    assert named.pop("loss_spike") == []  # both see the mean
+    assert set(map(tuple, named.values())) == {(1,)}
     first, second = digests(two)
     assert first == second

@@ -79,7 +79,7 @@ OPTIMIZERS: dict[str, Make] = {
     "Muon and AdamW": muon_and_adamw,
     "one's own": one(Lion),
 }
-BOUNDED = ("SGD nesterov", "Adam", "Adam decayed", "AdamW fused", "amsgrad", "RMSprop", "Adagrad")
+BOUNDED = ("Adam", "Adam decayed", "AdamW fused", "amsgrad", "RMSprop")
 ADAMS = ("Adam", "Adam decayed", "AdamW fused", "amsgrad", "RAdam")
 
 
@@ -310,37 +310,26 @@ BETAS = [(0.9, 0.999), (0.9, 0.95), (0.5, 0.9), (0.8, 0.7)]
 
 
 @settings(max_examples=40, deadline=None)
-@given(gradients, st.sampled_from(BETAS), st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([0.0, 0.3]), st.booleans())
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad"])
+@given(gradients, st.sampled_from(BETAS), st.sampled_from([0.0, 0.5, 0.9]), st.booleans())
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop"])
 def test_no_gradients_carry_a_weight_beyond_its_bound(
-    kind: str,
-    pushes: list[tuple[float, float]],
-    betas: tuple[float, float],
-    momentum: float,
-    dampening: float,
-    variant: bool,
+    kind: str, pushes: list[tuple[float, float]], betas: tuple[float, float], momentum: float, amsgrad: bool
 ) -> None:
-    """From the first update on: with decay of either kind, momentum, dampening, Nesterov's step and maxima."""
-    nesterov = variant and momentum > 0
+    """From the first update on: with decay of either kind, momentum and maxima."""
     options: dict[str, dict[str, Any]] = {
-        "Adam": {"betas": betas, "eps": 1e-12, "amsgrad": variant, "maximize": momentum > 0, "weight_decay": 0.1},
-        "AdamW": {"betas": betas, "eps": 1e-12, "amsgrad": variant, "maximize": momentum > 0, "weight_decay": 0.5},
-        "SGD": {"momentum": momentum, "nesterov": nesterov, "weight_decay": 0.1 * (not variant)},
+        "Adam": {"betas": betas, "eps": 1e-12, "amsgrad": amsgrad, "maximize": momentum > 0, "weight_decay": 0.1},
+        "AdamW": {"betas": betas, "eps": 1e-12, "amsgrad": amsgrad, "maximize": momentum > 0, "weight_decay": 0.5},
         "RMSprop": {"momentum": momentum, "eps": 1e-12},
-        "Adagrad": {"eps": 1e-12},
     }
-    options["SGD"]["dampening"] = 0.0 if nesterov else dampening
     weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.float64))
     optimizer, path = getattr(optim, kind)([weight], lr=0.01, **options[kind]), Path(kind)
     start = weight.detach().clone()
     for push in pushes:
         weight.grad = torch.tensor(push, dtype=torch.float64)
         optimizer.step()
-        path.landed(optimizer.param_groups[0], float(weight.grad.norm()))
-        far = path.reach(float(start.abs().max()), float(start.norm()))
-        moved = (weight.detach() - start).abs().max(), (weight.detach() - start).norm()
-        assert float(moved[0]) <= far[0] * (1 + 1e-6) + 1e-9
-        assert float(moved[1]) <= far[1] * (1 + 1e-6) + 1e-9
+        path.landed(optimizer.param_groups[0])
+        moved = float((weight.detach() - start).abs().max())
+        assert moved <= path.reach(float(start.abs().max())) * (1 + 1e-6) + 1e-9
 
 
 # ------------------------------------------------------------------------------------------------------ time and place
@@ -420,7 +409,7 @@ def test_measuring_reads_nothing_on_the_host() -> None:
 
 def test_a_loop_may_shrink_its_weights_a_little() -> None:
     """By a projection, say, though no update can."""
-    run = Run(OPTIMIZERS["SGD"], rate=lambda step: 1e-3)
+    run = Run(OPTIMIZERS["Adam"], rate=lambda step: 1e-3)
     assert run.updates(12) is None
     for factor in (0.8, 0.5):
         layer(factor)(run)

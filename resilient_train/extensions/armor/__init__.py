@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -11,8 +12,9 @@ from resilient_train.core.controls import Controls
 from resilient_train.core.protocols import Effect
 from resilient_train.core.remedies import Case, Remedy
 from resilient_train.extensions import Extension
-from resilient_train.extensions.armor.armor import Armor, CannotArmor, is_patched
-from resilient_train.extensions.armor.domains import has_value
+from resilient_train.extensions.armor import armor
+from resilient_train.extensions.armor.ast_patch import CannotArmor
+from resilient_train.extensions.armor.repair import has_value
 from resilient_train.ground.secrets import masked_tree
 from resilient_train.ground.types import Culprit, Diagnosis, Incident
 from resilient_train.ground.wording import log
@@ -39,16 +41,16 @@ class PatchedLines(Extension):
     remedies = MappingProxyType({"armor": PatchOperation})
 
     def build(self, run: Run) -> None:
-        self._run, self.armor = run, Armor()
+        self._run = run
         self._handled = run.handled_lines  # that were patched, or cannot be: file, line, operation; "": all of the line
         self._raised: dict[tuple[Line | None, int], int] = {}  # by line and rewinds before: the first tick
-        run.is_patched, run.may_patch = is_patched, self._may_patch
+        run.is_patched, run.may_patch = armor.is_patched, self._may_patch
         run.effects.append(Effect("armor", self._state, self._restore, agreed=self._agreed))
 
     def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
         can_patch = not has_landed and all(self._run.world.all_of(self._can_patch(diagnosis)))
         # After a line was patched an early failure does not indicate a wrong learning rate.
-        return {"armor": can_patch, **({"at_start": False} if self.armor.lines else {})}
+        return {"armor": can_patch, **({"at_start": False} if armor.PATCHED else {})}
 
     def patch(self, incident: Incident) -> None:
         culprit = incident.diagnosis.broken
@@ -56,7 +58,7 @@ class PatchedLines(Extension):
         self._add(culprit.file, culprit.line, self._op(culprit))
 
     def _add(self, file: str, line: int, op: str) -> None:
-        self.armor.add(file, line, op)
+        armor.add(file, line, op)
         self._handled.add((file, line, op))
 
     def _op(self, culprit: Culprit) -> str:
@@ -75,7 +77,7 @@ class PatchedLines(Extension):
         if where in self._handled or not any(one.remedy == "armor" for rung in ladder for one in rung.do):
             return False
         try:
-            self.armor.check(*where)
+            armor.check(*where)
         except CannotArmor as why:
             self._handled |= {where, (culprit.file, culprit.line, "")}
             log.warning("cannot patch `%s` at %s:%d: %s", culprit.op, culprit.file, culprit.line, why)
@@ -93,24 +95,25 @@ class PatchedLines(Extension):
         return is_plain and is_new and (has_value(error) or found.of_distribution)
 
     def _state(self) -> Any:
-        return masked_tree([asdict(patched) for patched in self.armor.lines])
+        return masked_tree([asdict(patched) for patched in armor.PATCHED])
 
     def _agreed(self) -> Any:  # not the paths: each host may have its own
-        return [(patched.line, patched.text, patched.op) for patched in self.armor.lines]
+        return [(patched.line, patched.text, patched.op) for patched in armor.PATCHED]
 
     def _restore(self, state: Any) -> bool:
         """Patch the lines of an earlier process; return whether one was changed since."""
         has_dropped = False
         for file, line, text, op in [(one["file"], int(one["line"]), one["text"], one["op"]) for one in state]:
+            linecache.checkcache(file)
+            if linecache.getline(file, line).strip() != text:
+                log.info("%s:%d was changed since: its patch is removed", file, line)
+                has_dropped = True
+                continue
             try:
-                if self.armor.text(file, line) == text:
-                    self._add(file, line, op)
-                else:
-                    log.info("%s:%d was changed since: its patch is removed", file, line)
-                    has_dropped = True
+                self._add(file, line, op)
             except CannotArmor as why:
                 log.warning("can no longer patch `%s` at %s:%d: %s", op, file, line, why)
         return has_dropped
 
     def close(self) -> None:
-        self.armor.remove()
+        armor.remove()

@@ -32,7 +32,7 @@ _REPEATABLE = (
 )
 _LOOK_AT_THEIR_CALLER = {"super", "locals", "globals", "vars", "dir", "eval", "exec"}
 
-Node = ast.Call | ast.BinOp | ast.AugAssign
+Node = ast.Call | ast.BinOp
 
 
 class CannotArmor(Exception):
@@ -57,36 +57,22 @@ def patch(tree: ast.Module, lines: Collection[PatchedLine], names: dict[str, Any
 
 def _guilty(tree: ast.Module, patched: PatchedLine, names: dict[str, Any]) -> list[Node]:
     """Return the nodes of a line that name an operation, else all that compute: it was called within torch then. Of
-    those that cover the line they are the ones that begin there, else the shortest.
+    those that cover the line they are the ones that begin there, if there are any.
     """
     nodes = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, Node) and node.lineno <= patched.line <= (node.end_lineno or node.lineno)
+        if isinstance(node, Node) and node.lineno <= patched.line <= (node.end_lineno or 0)
     ]
     by_name = [node for node in nodes if patched.op and family(patched.op) == family(_name(node, names))]
-    found = by_name or [node for node in nodes if _may_compute(node)]
-    shortest = min([_height(node) for node in found], default=0)
-    begin_there = [node for node in found if node.lineno == patched.line]
-    found = begin_there or [node for node in found if _height(node) == shortest]
-    if not (found := [node for node in found if not _is_in_place(node)]):
+    found = [node for node in by_name or nodes if _may_compute(node)]
+    if not found:
         raise CannotArmor(f"nothing is computed in line {patched.line}, or only in place")
-    return found
-
-
-def _is_in_place(node: Node) -> bool:
-    """Say whether it writes into a tensor, which others may share: that is not patched."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return is_in_place(node.func.attr)
-    return isinstance(node, ast.AugAssign)
-
-
-def _height(node: Node) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno
+    return [node for node in found if node.lineno == patched.line] or found
 
 
 def _steps(node: ast.AST) -> int:
-    return sum(isinstance(one, ast.Call | ast.BinOp) for one in ast.walk(node))
+    return sum(isinstance(one, Node) for one in ast.walk(node))
 
 
 def _is_repeatable(node: ast.AST, names: dict[str, Any]) -> bool:
@@ -94,8 +80,7 @@ def _is_repeatable(node: ast.AST, names: dict[str, Any]) -> bool:
     if isinstance(node, ast.Call):
         owner, name = node.func, _name(node, names)
         is_own = isinstance(owner, ast.Attribute) and isinstance(owner.value, ast.Name) and owner.value.id == "self"
-        is_torchs = not is_own and bool(overloads(name))
-        return is_torchs and not is_random(name) and not writes(name) and not _is_in_place(node)
+        return not (is_own or is_random(name) or writes(name) or is_in_place(name)) and bool(overloads(name))
     return isinstance(node, _REPEATABLE)
 
 
@@ -111,7 +96,7 @@ class _Widener(ast.NodeTransformer):
 
 def _name(node: ast.AST, names: dict[str, Any]) -> str:
     """Return what is called there, as torch names it if it is torch's."""
-    if isinstance(node, ast.BinOp | ast.AugAssign):
+    if isinstance(node, ast.BinOp):
         return _OPERATORS.get(type(node.op), "")
     function = node.func if isinstance(node, ast.Call) else None
     if isinstance(function, ast.Name):

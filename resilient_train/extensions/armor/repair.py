@@ -8,6 +8,7 @@
   its neighbours drowns a sum, a loss, or the gradients of the weights behind it. Where no result is finite it becomes
   0. But a single number, which may be the loss, becomes a large one, so that the checks see that it broke.
 - The gradient there is zero, or, for pointwise operations, one that leads back (`led_back`).
+- An operation that raises outside of its domain gets the nearest input inside, if it cannot take its own (`call`).
 
 Nothing here waits for the device, looks at frames, or keeps anything from one call for the next: a checkpoint that
 computes it a second time gets the same, and a compiler can trace all of it.
@@ -17,19 +18,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import add, gt
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.distributions import Distribution, constraints
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from resilient_train.extensions.armor.domains import Operation, call
+from resilient_train.ground.errors import text_of
 from resilient_train.ground.operations import family, is_pointwise
 
-_STEEPEST = 1.0
+Operation = Callable[..., Any]
+
+_OF_CHANCES = (  # what is said of those that are none
+    "invalid multinomial distribution",
+    "probability tensor contains",
+    "all elements of input should be between 0 and 1",
+)
+_TRIED = 4  # distances from the border, each a hundred times the one before
 _MOST = 2**20  # elements of a result: what is computed here takes several times its memory
 
 
@@ -62,7 +71,7 @@ def led_back(value: Tensor, broken: Tensor, bare: Operation, args: tuple[Any, ..
             step = _nearby(x.dtype) * torch.clamp(point.abs(), min=1.0).sqrt()  # between rounding and curvature
             there = point + torch.copysign(step, torch.where(inward == 0.0, x, inward))
             rise = evaluate(points, place, there) - here
-            slope = torch.nan_to_num(rise / (there - point), 0.0, 0.0, 0.0).clamp(-_STEEPEST, _STEEPEST)
+            slope = torch.nan_to_num(rise / (there - point), 0.0, 0.0, 0.0).clamp(-1.0, 1.0)
             slope = torch.where(moved, slope, 0.0).to(value.dtype)
         value = value + _applied(_LedBack, args[place].expand(value.shape), slope, inward)
     return value
@@ -94,13 +103,12 @@ class _LedBack(Function):
         slope, inward = ctx.saved_tensors
         pull = grad * slope  # a descent goes against it
         leads_in = (torch.sign(pull) * inward <= 0.0) & (slope != 0.0)  # no gradient where a NaN arrives
-        limit = torch.finfo(ctx.dtype).max
-        return torch.where(leads_in, pull, 0.0).clamp(-limit, limit).to(ctx.dtype), None, None
+        return torch.where(leads_in, pull, 0.0).to(ctx.dtype), None, None
 
 
-# A square of it, or a sum of billions, is finite; in float16, whose range is small, a sum of sixteen.
-_BOUND = {torch.float16: 2.0**12}
-_BOUND_OF_OTHERS = 2.0**48
+# What stands for a single infinite number: a square of it is finite, and a sum of billions.
+_LARGE = {torch.float16: 2.0**12}
+_LARGE_OF_OTHERS = 2.0**48
 
 
 def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,9 +118,6 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
         return bare(*args, **kwargs)
     pointwise = is_pointwise(name)
     broken_in = _broken_by(leaves, pointwise)
-    # The results of the other operations depend in their last bit on how elements lie in memory.
-    rounds_exactly = family(name) in ("add", "sub", "mul", "div")
-    leaves = _spread(leaves) if rounds_exactly else leaves
     # The guard of the first is made last, so that gradients of an input given twice add up in their usual order.
     behind = [guarded(leaf) for leaf in reversed(leaves)][::-1]
     guarded_args, guarded_kwargs = tree_unflatten(behind, structure)
@@ -125,13 +130,11 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
             value = _applied(_Witness, value, *given)
         still = value.detach()
         broken = broken_in(still)
-        bound = _BOUND.get(still.dtype, _BOUND_OF_OTHERS)
-        if sum(isinstance(leaf, Tensor) for leaf in leaves) == 1 and pointwise and still.numel() > 1:
-            # These keep their order, `exp(95)` not below `exp(60)`, for a softmax by hand: the sum of all elements
-            # along the last dimension is finite, though not its square.
-            bound = max(bound, torch.finfo(still.dtype).max / (2 * still.shape[-1]))
-        sizes = torch.nan_to_num(still.abs(), 0.0, 0.0)
-        limit = torch.full_like(still, bound) if still.numel() == 1 else sizes.amax().clamp(max=bound)
+        if still.numel() == 1:
+            limit = torch.full_like(still, _LARGE.get(still.dtype, _LARGE_OF_OTHERS))
+        else:  # so that a sum along the last dimension is finite, and none is below a healthy one
+            bound = torch.finfo(still.dtype).max / (2 * still.shape[-1])
+            limit = torch.nan_to_num(still.abs(), 0.0, 0.0).amax().clamp(max=bound)
         repaired = torch.where(broken, torch.nan_to_num(torch.clamp(still, -limit, limit)), value)
         return led_back(repaired, broken, bare, args, kwargs) if pointwise else repaired
 
@@ -140,30 +143,18 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
 
 def _broken_by(leaves: Sequence[Any], pointwise: bool) -> Callable[[Tensor], Tensor]:
     """Return what says where a result, but no input, is not finite. In few passes over memory, which are the cost."""
-    numbers = [leaf.detach() for leaf in leaves if is_repairable(leaf)]
-    constants = [leaf for leaf in leaves if isinstance(leaf, float)]  # `masked_fill(mask, -inf)`
-    nan, zeros = [leaf != leaf for leaf in numbers], [leaf - leaf for leaf in numbers]  # NaN, if not of finite ones
+    numbers: list[Any] = [leaf.detach() for leaf in leaves if is_repairable(leaf)]
+    if pointwise:
+        numbers += [leaf for leaf in leaves if isinstance(leaf, float)]  # `masked_fill(mask, -inf)`
+    nan, zeros = [one != one for one in numbers], [one - one for one in numbers]  # NaN, if not of finite ones
     if not pointwise:
         nan, zeros = [mask.any() for mask in nan], [zero.sum() for zero in zeros]
-    masks: list[Tensor | bool] = [*nan, *[True] * any(map(math.isnan, constants))]
-    finite: Tensor | bool = not any(map(math.isinf, constants))
-    if zeros:
-        finite = (reduce(add, zeros) == 0.0) & finite
 
     def broken(result: Tensor) -> Tensor:
-        found = reduce(gt, masks, result != result)
-        return found | ((result.abs() == math.inf) & finite)
+        is_new = reduce(gt, nan, result != result)
+        return is_new | ((result.abs() == math.inf) & (reduce(add, zeros, 0.0) == 0.0))
 
     return broken
-
-
-def _spread(leaves: list[Any]) -> list[Any]:
-    """Expand all tensors to the shape of the result, so that one element of a sum of gradients cannot spoil others."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if len({(leaf.dtype, leaf.device) for leaf in tensors}) > 1:
-        return leaves  # expanded scalars would count more in the type of the result
-    spread = iter(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
-    return [next(spread) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def guarded(leaf: Any) -> Any:
@@ -231,3 +222,92 @@ class _Witness(Function):
         lost = gradient - gradient
         spread = [lost if lost.shape == shape else lost.sum().expand(shape) for shape, _ in ctx.inputs]
         return (gradient, *[one.to(dtype) for one, (_, dtype) in zip(spread, ctx.inputs, strict=True)])
+
+
+def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operation; where it does not take its first input, change that."""
+    try:
+        return bare(*args, **kwargs)
+    except RuntimeError as error:
+        move = _MOVES.get(family(name))
+        if move is None or not has_value(error) or not args or not isinstance(args[0], Tensor):
+            raise
+    return bare(move(args[0]), *args[1:], **kwargs)
+
+
+def has_value(error: BaseException) -> bool:
+    """Say whether `call` has a value where this was raised; of a matrix by the operation that its text begins with."""
+    text = text_of(error).removeprefix("torch.")
+    if isinstance(error, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+        return family(text.partition(":")[0].replace(".", "_")) in _MOVES
+    return text.startswith(_OF_CHANCES)
+
+
+def _chances(given: Tensor) -> Tensor:
+    """What can be drawn from: no chance is below 0, and all are alike where nothing is above it."""
+    chances = torch.where(given > 0.0, given.detach(), 0.0)  # NaN is not
+    return torch.where(chances.sum(-1, keepdim=True) > 0.0, chances, 1.0)
+
+
+def _inside(attempt: Operation, matrices: Tensor) -> Tensor:
+    """Add to each matrix that fails as much of the identity as it takes."""
+    with torch.no_grad():
+        still = matrices.detach()
+        one = torch.eye(still.shape[-1], dtype=still.dtype, device=still.device)
+        size = still.abs().amax((-2, -1), keepdim=True)
+        near = math.sqrt(torch.finfo(still.dtype).eps)
+        distance, added = near * torch.where(size > 0, size, 1.0), torch.zeros_like(size)
+        for _ in range(_TRIED):
+            fails = attempt(still + added * one)[1][..., None, None] != 0
+            added = torch.where(fails, distance, added)
+            distance = 100 * distance
+    return matrices + added * one
+
+
+_MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cholesky": partial(_inside, torch.linalg.cholesky_ex),
+    "inverse": partial(_inside, torch.linalg.inv_ex),
+    "solve": partial(_inside, torch.linalg.inv_ex),
+    "multinomial": _chances,
+    "binary_cross_entropy": partial(torch.clamp, min=0.0, max=1.0),
+}
+
+
+def call_distribution(called: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a distribution, or call a method of one; what its checks refuse is moved to where they accept it."""
+    try:
+        return called(*args, **kwargs)
+    except ValueError:
+        owner: Any = getattr(called, "__self__", None)
+        if owner is not None:
+            return called(*[_moved(value, owner.support) for value in args], **kwargs)
+        kind: Any = called
+        names = kind.__init__.__code__.co_varnames[1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        return kind(**{name: _moved(value, kind.arg_constraints.get(name)) for name, value in given.items()})
+
+
+def is_distribution(called: Any) -> bool:
+    """Say whether it is a class of torch.distributions, or a method of such an object."""
+    if isinstance(called, type):
+        return issubclass(called, Distribution) and called.__module__.startswith("torch.distributions.")
+    return isinstance(getattr(called, "__self__", None), Distribution)
+
+
+def _moved(value: Any, limit: Any) -> Any:
+    """Move the elements that a constraint refuses inside of its borders, or a matrix as a whole; NaN stays, and so do
+    vectors, of which no element alone is refused, and counts.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(limit, type(constraints.positive_definite)):
+        return _inside(torch.linalg.cholesky_ex, (value + value.mT) / 2)
+    if not hasattr(limit, "lower_bound") or limit.is_discrete:
+        return value
+    still, near = value.detach(), math.sqrt(torch.finfo(value.dtype).eps)
+    bounds = limit.lower_bound, getattr(limit, "upper_bound", math.inf)
+    lower, upper = (torch.as_tensor(bound, dtype=still.dtype, device=still.device) for bound in bounds)
+    away = near * (upper - lower).clamp(max=1.0)
+    inside = torch.where(limit.check(still) | still.isnan(), still, still.clamp(lower + away, upper - away))
+    finite = value.nan_to_num(0.0, 0.0, 0.0)
+    return inside + (finite - finite.detach())  # with the gradient of what was there, which can learn to come back

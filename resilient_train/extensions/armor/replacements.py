@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from resilient_train.extensions.armor.domains import Operation, call_distribution, is_distribution
-from resilient_train.extensions.armor.repair import call_and_repair, guarded, is_lost, is_repairable
+from resilient_train.extensions.armor import repair
+from resilient_train.extensions.armor.repair import Operation, call_and_repair
 from resilient_train.ground.operations import computes, is_torchs_code, is_torchs_own, name_in_mode, torchs_name
 
 PREFIX = "__armor_"
@@ -25,9 +25,7 @@ def method(name: str, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(owner, Tensor):
         return call(getattr(owner, name), *args, **kwargs)
 
-    def bare(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return getattr(owner, name)(*args, **kwargs)
-
+    bare = getattr(type(owner), name)
     return call_and_repair(bare, name, (owner, *args), kwargs) if computes(name) else bare(owner, *args, **kwargs)
 
 
@@ -40,8 +38,8 @@ def operate(name: str, left: Any, right: Any, /) -> Any:
 
 def wide(value: Any) -> Any:
     """What a wider form of an expression takes in the place of a tensor. A large one stays: it would cost too much."""
-    is_any = is_repairable(value) and value.device.type != "mps"
-    return guarded(value).double() if is_any and value.numel() <= _MOST_TO_WIDEN else value
+    is_any = repair.is_repairable(value) and value.device.type != "mps"
+    return repair.guarded(value).double() if is_any and value.numel() <= _MOST_TO_WIDEN else value
 
 
 def widened(value: Any, wider: Any, bare: Any) -> Any:
@@ -49,7 +47,7 @@ def widened(value: Any, wider: Any, bare: Any) -> Any:
     if not all(isinstance(one, Tensor) and one.is_floating_point() for one in (value, wider, bare)):
         return value
     narrow = wider.to(value.dtype)
-    takes = (value.detach() != bare.detach()) & ~is_lost(narrow.detach())
+    takes = (value.detach() != bare.detach()) & ~repair.is_lost(narrow.detach())
     return torch.where(takes, narrow, value)
 
 
@@ -60,11 +58,15 @@ def call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
     elif name := torchs_name(called):
         return call_and_repair(called, name, args, kwargs)
     else:
-        is_torchs = is_torchs_code(called) or is_distribution(called)
+        is_torchs = is_torchs_code(called) or repair.is_distribution(called)
     if not is_torchs:
         return called(*args, **kwargs)
     with _EveryOperation():
-        return call_distribution(called, args, kwargs) if is_distribution(called) else called(*args, **kwargs)
+        return (
+            repair.call_distribution(called, args, kwargs)
+            if repair.is_distribution(called)
+            else called(*args, **kwargs)
+        )
 
 
 class _EveryOperation(TorchFunctionMode):

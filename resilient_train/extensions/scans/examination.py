@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from resilient_train.core.protocols import Examiner, Hook
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.tree import leaves
 from resilient_train.extensions import Extension
+from resilient_train.extensions.scans.layout import Layout
 from resilient_train.extensions.scans.scans import Scans
 from resilient_train.extensions.scans.weights import NormsConfig, ScanConfig
 from resilient_train.ground.types import Anomaly, Facts, Signal, fact
@@ -30,8 +31,8 @@ class StateScans(Extension, Examiner, Hook):
 
     def build(self, run: Run) -> None:
         self._run, self._world = run, run.world
-        world = run.world if run.world.size > 1 else None
-        self._scans = Scans(run.settings, run.backend.bare, run.updater.optimizers, world)
+        world, layout = run.world if run.world.size > 1 else None, Layout(run.backend.bare, run.updater.optimizers)
+        self._scans = Scans(run.settings, layout, world)
         run.scans, run.examiner = self._scans, self
         run.hooks.append(self)
         self._knows_batches = False  # in this process
@@ -52,36 +53,29 @@ class StateScans(Extension, Examiner, Hook):
 
     def accepted(self, update: Transaction) -> None:
         """Learn from the first healthy update of a process whether NaN in a batch is usual."""
-        checks = self._run.checks
-        if not self._knows_batches and (self._run.clock.step == 1 or not checks.knows_usual_batches):
-            checks.nan_is_usual |= bool(self._ranks_with_bad_batch(update))
-        self._knows_batches = True
+        if not self._knows_batches:
+            self._run.checks.nan_is_usual |= bool(self._ranks_with_bad_batch(update))
+            self._knows_batches = True
 
     def refined(self, anomaly: Anomaly, update: Transaction, *, is_scanned: bool) -> Anomaly:
         """Say more precisely what is wrong with a bad update, or with the state that a scan has seen. Every rank comes.
 
-        In this order: rows that could not be fetched, which make the loss NaN; bad weights, which explain all else;
+        In this order: bad weights, which explain all else; rows that could not be fetched, which make the loss NaN, and
         exceptions; a bad batch, unless its NaN is usual. Where all updates land, weights that are not finite follow.
         """
         if is_scanned and anomaly.signal is not Signal.NONFINITE_WEIGHTS:
             return anomaly
-        of_rows = [fact("row_failed", row=one.row, error=one.error) for one in update.update.failed]
-        of_errors = [fact("text", text=one) for one in update.raised]
-        everywhere, of_code = zip(*self._world.all_of((of_rows, of_errors)), strict=True)
-        if not any(everywhere):
-            if not self._run.policy.observe and (found := self.examine_now()) is not None:
-                # The loop may have put what the batch holds into the weights, as two passes of SAM do.
-                is_of_batch = found.signal is Signal.NONFINITE_WEIGHTS
-                return replace(found, **self._bad_batch(update, found.evidence)) if is_of_batch else found
-            everywhere = of_code
+        errors = [fact("row_failed", row=one.row, error=one.error) for one in update.update.failed]
+        errors += [fact("text", text=one) for one in update.raised]
+        everywhere = self._world.all_of(errors)
+        if not self._run.policy.observe and (found := self.examine_now()) is not None:
+            # The loop may have put what the batch holds into the weights, as two passes of SAM do.
+            is_of_batch = found.signal is Signal.NONFINITE_WEIGHTS
+            return replace(found, **self._bad_batch(update, found.evidence)) if is_of_batch else found
         if any(everywhere):
             evidence = next(some[0] for some in everywhere if some)
             ranks = [rank for rank, some in enumerate(everywhere) if some]
             return replace(anomaly, signal=Signal.EXCEPTION, evidence=evidence, ranks=self._named(ranks))
-        if anomaly.signal is Signal.LOSS_SPIKE:
-            over = self._world.all_of(not float(update.attempt.loss) <= update.limits[0])
-            hit = tuple(rank for rank, is_over in enumerate(over) if is_over)
-            return anomaly if all(over) else replace(anomaly, ranks=hit)
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
             return anomaly
         return replace(anomaly, **self._bad_batch(update, anomaly.evidence))
@@ -93,14 +87,11 @@ class StateScans(Extension, Examiner, Hook):
         return {"signal": Signal.NONFINITE_BATCH, "evidence": evidence, "ranks": self._named(ranks)} if ranks else {}
 
     def _ranks_with_bad_batch(self, update: Transaction) -> list[int]:
-        bad = self._world.all_of(not _all_finite(update.inputs))
+        """Find out whose batches, of any shape, hold a NaN or infinity. Waits for the device."""
+        tensors = [leaf for leaf in leaves(list(update.inputs)) if isinstance(leaf, torch.Tensor)]
+        numbers = [one for one in tensors if one.is_floating_point() or one.is_complex()]
+        bad = self._world.all_of(not all(bool(one.isfinite().all()) for one in numbers))
         return [rank for rank, is_bad in enumerate(bad) if is_bad]
 
     def _named(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(ranks) if self._world.size > 1 else ()
-
-
-def _all_finite(batches: Iterable[Any]) -> bool:
-    """Whether batches of any shape hold no NaN or infinity. Waits for the device."""
-    tensors = [leaf for leaf in leaves(list(batches)) if isinstance(leaf, torch.Tensor)]
-    return all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point() or one.is_complex())

@@ -6,7 +6,8 @@ The inf-norm of `_foreach_norm` is the fastest on a GPU; on a CPU it takes 15 ti
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from math import inf
+from itertools import groupby
+from math import inf, nan
 from typing import Any, cast
 
 import torch
@@ -20,11 +21,8 @@ from resilient_train.data.trees import sorted_leaves
 from resilient_train.extensions.scans.weights import KEPT, SQUARES, Watched
 
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
-_COARSE = {torch.float16, torch.bfloat16}  # they round so roughly that sums are lost in them
 _DIGEST_FACTOR = -7046029254386353131  # 0x9E3779B97F4A7C15: odd, and its multiples are spread well
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
-
-Tensors = list[tuple[Watched, Tensor]]
 
 
 def _here(tensor: Tensor) -> Tensor:
@@ -38,16 +36,10 @@ def _here(tensor: Tensor) -> Tensor:
 def measured(
     how: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Iterable[Tensor], device: torch.device
 ) -> Tensor:
-    """Return one number of each tensor. Those of a kind are measured together: only so it takes a few kernels."""
-    parts = [_here(one) for one in tensors]
-    kinds: dict[Any, list[int]] = {}
-    for place, part in enumerate(parts):
-        kinds.setdefault((part.dtype, part.device), []).append(place)
-    numbers: dict[int, Tensor] = {}
-    for places in kinds.values():
-        row = torch.stack(tuple(how([parts[place] for place in places])))  # one transfer for all
-        numbers.update(zip(places, row.to(device, torch.float32, non_blocking=True).unbind(), strict=True))
-    return torch.stack([numbers[place] for place in range(len(parts))]) if parts else torch.zeros(0, device=device)
+    """Return one number of each tensor. Neighbours of one kind are measured together, which takes a few kernels."""
+    kinds = groupby(map(_here, tensors), key=lambda part: (part.dtype, part.device))
+    rows = [torch.stack(tuple(how([*parts]))).to(device, torch.float32, non_blocking=True) for _, parts in kinds]
+    return torch.cat(rows) if rows else torch.zeros(0, device=device)
 
 
 def largest(parts: list[Tensor]) -> Sequence[Tensor]:
@@ -58,19 +50,9 @@ def largest(parts: list[Tensor]) -> Sequence[Tensor]:
     return torch.maximum(torch.stack(highs), -torch.stack(lows)).unbind()
 
 
-def lengths(parts: list[Tensor]) -> Sequence[Tensor]:
-    """The L2 norm of each, which overflows on large finite values."""
-    return torch._foreach_norm(parts, 2, dtype=torch.float32 if parts[0].dtype in _COARSE else None)
-
-
-def sums(parts: list[Tensor]) -> Sequence[Tensor]:
-    """The sum of the absolute values of each, which does not vanish before they do."""
-    return torch._foreach_norm(parts, 1, dtype=torch.float32 if parts[0].dtype in _COARSE else None)
-
-
-def depths(parts: list[Tensor]) -> Sequence[Tensor]:
-    """How far each goes below zero, as a positive number, because the largest value over all ranks is kept."""
-    return (-torch.stack([one.amin() for one in parts])).unbind()
+def totals(parts: list[Tensor]) -> Sequence[Tensor]:
+    """The sum of each, where half precision would lose it as well."""
+    return [one.sum(dtype=torch.float32) for one in parts]
 
 
 class Layout:
@@ -90,34 +72,32 @@ class Layout:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def kinds(self) -> list[str]:
-        """The optimizer of each group, if it is one of torch's own, and its numbers have room for the bound of a step.
+        """The optimizer of each group, if it is one of torch's own."""
+        return [kind_of(optimizer) for optimizer in self.optimizers for _ in optimizer.param_groups]
 
-        Moments of float16 have not: small squares become 0 there.
-        """
-        return [
-            "" if any(weight.dtype is torch.float16 for weight in group["params"]) else kind_of(optimizer)
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-        ]
-
-    def tensors(self, scans: Collection[str], kept: Mapping[str, Tree], *, has_ranks: bool) -> Tensors:
-        """What these scans look at."""
-        names = self._names()
+    def tensors(self, scans: Collection[str], kept: Mapping[str, Tree]) -> list[tuple[Watched, Tensor]]:
+        """What these scans look at; tensors of a kind one after the other."""
         found: list[tuple[Watched, Any]] = []
         if "weights" in scans:
-            found += self._weights(names)
+            found += self._weights()
             for name, one in self.model.named_buffers():
                 found.append((Watched("weights", f"buffer {name}", is_free=True), one))
-            found += self._kept(kept, has_ranks=has_ranks)
+            found.append((Watched("weights", KEPT, is_free=True), self._kept(kept)))
         if "optimizer" in scans:
-            found += self._moments(names)
+            found += self._moments()
         if "norms" in scans:
             for name, module in self.model.named_modules():
                 if isinstance(module, _BatchNorm) and module.track_running_stats:
                     mean, var = cast(Tensor, module.running_mean), cast(Tensor, module.running_var)
                     sizes = torch.cat([mean, var.abs().sqrt()])  # no squares, which overflow
                     found.append((Watched("norms", name, is_free=True), sizes))
-        return [(one, tensor) for one, tensor in found if _is_measured(tensor)]
+        dense = [(one, tensor) for one, tensor in found if _is_measured(tensor)]
+        return sorted(dense, key=lambda each: (str(each[1].dtype), each[1].device.type))
+
+    def _weights(self) -> Iterator[tuple[Watched, Any]]:
+        owner = {weight: number for number, group in enumerate(self.groups()) for weight in group["params"]}
+        for weight, name in self._names().items():
+            yield Watched("weights", name, owner.get(weight), is_weight=True, is_free=weight not in owner), weight
 
     def _names(self) -> dict[Tensor, str]:
         names: dict[Tensor, str] = {weight: name for name, weight in self.model.named_parameters()}
@@ -126,31 +106,21 @@ class Layout:
                 names.setdefault(weight, f"weight {place} of parameter group {number}")
         return names
 
-    def _weights(self, names: Mapping[Tensor, str]) -> Iterator[tuple[Watched, Any]]:
-        owner = {weight: number for number, group in enumerate(self.groups()) for weight in group["params"]}
-        for weight, name in names.items():
-            yield Watched("weights", name, owner.get(weight), is_weight=True, is_free=weight not in owner), weight
+    def _kept(self, kept: Mapping[str, Tree]) -> Tensor:
+        """One number of all that the user keeps, NaN or 0: on each rank it may be something else."""
+        sizes = measured(largest, (one for _, one in sorted_leaves(kept) if _is_measured(one)), self.device)
+        return torch.where(sizes.isnan().any(), nan, 0.0)
 
-    def _kept(self, states: Mapping[str, Tree], *, has_ranks: bool) -> Iterator[tuple[Watched, Any]]:
-        leaves = [(path, one) for path, one in sorted_leaves(states) if _is_measured(one)]
-        if not has_ranks:
-            for path, one in leaves:
-                yield Watched("weights", path.removeprefix("/"), is_free=True), one
-            return
-        # Each rank may keep something else: of all of it one number, whether there is a NaN.
-        sizes = measured(largest, [one for _, one in leaves], self.device)
-        yield Watched("weights", f"{KEPT}*", is_free=True), torch.where(sizes.isnan().any(), inf, 0.0)
-
-    def _moments(self, names: Mapping[Tensor, str]) -> Iterator[tuple[Watched, Any]]:
-        places = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
-        for number, (optimizer, group) in enumerate(places):
+    def _moments(self) -> Iterator[tuple[Watched, Any]]:
+        names, number = self._names(), 0
+        for optimizer in self.optimizers:
             is_own = not kind_of(optimizer)  # torch does not know what its keys mean
-            for weight in group["params"]:
-                state = optimizer.state.get(weight, {})
-                for key, value in state.items():
-                    is_square = key in SQUARES and not is_own
-                    name = f"{key} of {names[weight]}"
-                    yield Watched("optimizer", name, number, is_square=is_square, is_free=is_own), value
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    for key, value in optimizer.state.get(weight, {}).items():
+                        name, is_square = f"{key} of {names[weight]}", key in SQUARES and not is_own
+                        yield Watched("optimizer", name, number, is_square=is_square, is_free=is_own), value
+                number += 1
 
 
 def _is_measured(value: Any) -> bool:

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from resilient_train.core import protocols
 from resilient_train.core.loss import Every
 from resilient_train.core.tree import Tree
 from resilient_train.core.vitals import Sent
-from resilient_train.extensions.scans.layout import Layout, depths, digest, largest, lengths, measured, sums
+from resilient_train.extensions.scans.layout import Layout, digest, largest, measured, totals
 from resilient_train.extensions.scans.weights import Found, Measured, Moments, Norms, Numbers, Scan, Watched, Weights
 from resilient_train.ground.types import Anomaly, Facts, Signal, fact
 from resilient_train.ground.wording import log, say
 from resilient_train.processes.world import World, odd_ones
 
-Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
-
 _OFTEN = 2  # times that the same finding at the same step leads to a rewind; the third time it must be on purpose
 _ONCE = 1  # the same where no update can have moved the weights that far: the loop writes to them
 _AROUND = 2  # steps before and after a declared change
-# The first explains the others: a negative moment makes weights NaN, and these make everything else NaN.
-_FIRST = (
-    Signal.OPTIMIZER_RANGE,
-    Signal.NONFINITE_WEIGHTS,
-    Signal.NONFINITE_OPTIMIZER,
-    Signal.WEIGHTS_JUMP,
-    Signal.RANK_MISMATCH,
-)
 _PARTS = 4  # numbers of a digest
 
 
@@ -55,25 +43,18 @@ class Scans(protocols.Scans):
     `landed` is called at every update, and adds up how far the updates can have moved the state.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        world: World | None = None,
-    ) -> None:
-        """`optimizers` without Accelerate's wrapper; `world` of several ranks."""
-        self.config, self._world = config, world
-        self.layout = Layout(model, optimizers)
+    def __init__(self, config: Any, layout: Layout, world: World | None = None) -> None:
+        """`world` of several ranks, whose weights are the same unless they are sharded."""
+        self.config, self.layout, self._world = config, layout, world
         self._step = 0
         self._has_copies = self.layout.is_whole and world is not None
         self._found: list[tuple[int, Found]] = []  # with its step; does not rewind
         self.accepted = None  # or what was newly taken for intended; nothing, if it was declared
         self._pending: _Pending | None = None
-        self._kinds = self.layout.kinds()
+        kinds = self.layout.kinds()
         self._scans: dict[str, Scan] = {
-            "weights": Weights(config.weights, self._kinds),
-            "optimizer": Moments(config.optimizer, self._kinds),
+            "weights": Weights(config.weights, kinds),
+            "optimizer": Moments(config.optimizer, kinds),
             "norms": Norms(config.norms),
             "replicas": Scan(config.replicas if self._has_copies else Every(0)),
         }
@@ -84,28 +65,23 @@ class Scans(protocols.Scans):
 
     def rebase(self) -> None:
         """Accept the next measurement as long as it is finite: something was changed on purpose."""
-        for scan in self._scans.values():
-            scan.base = {}
         self._pending = None
+        for scan in self._scans.values():
+            scan.restart(self.layout.kinds())
 
     def _has_new_groups(self) -> bool:
-        """Whether groups were added or removed: then the next measurement is accepted as well."""
-        before, self._kinds = self._kinds, self.layout.kinds()
-        if len(before) == len(self._kinds):
-            return False
-        for name in ("weights", "optimizer"):
-            self._scans[name].restart(self._kinds)
-        return True
+        return [path.kind for path in self._scans["weights"].paths] != self.layout.kinds()
 
-    def landed(self, step: int, groups: Settings, clipped_norm: float | None, times: int = 1) -> None:
-        """Note an accepted update, in which an optimizer stepped so many `times`; its clipped norm if that is known."""
+    def landed(self, step: int, groups: Sequence[Mapping[str, Any]], times: int = 1) -> None:
+        """Note an accepted update with the settings of all groups, in which an optimizer stepped so many `times`."""
         self._step = step
         if self._has_new_groups():
+            self.rebase()
             return
         settings = [{**group, **setting} for group, setting in zip(self.layout.groups(), groups, strict=True)]
         for scan in self._scans.values():
             for _ in range(times if scan.every else 0):
-                scan.landed(settings, clipped_norm)
+                scan.landed(settings)
 
     def is_due(self) -> bool:
         return any(scan.is_due(self._step) for scan in self._scans.values())
@@ -117,30 +93,26 @@ class Scans(protocols.Scans):
         """Measure what is due, or `everything`; return the numbers. If they are never judged, as something raised in
         between, the next measurement covers their updates as well.
         """
-        self._has_new_groups()
+        if self._has_new_groups():
+            self.rebase()
         device = self.layout.device
         due = [name for name, scan in self._scans.items() if scan.every and (everything or scan.is_due(self._step))]
-        found = self.layout.tensors(due, kept, has_ranks=self._world is not None)
+        found = self.layout.tensors(due, kept)
         squares = [tensor for one, tensor in found if one.is_square]
-        rows = [
-            measured(largest, [tensor for _, tensor in found], device),
-            measured(lengths, [tensor for one, tensor in found if one.is_weight], device),
-            -measured(sums, squares, device),  # of ranks the largest numbers count: here the smallest
-            measured(depths, squares, device),
-        ]
+        sizes = measured(largest, [tensor for _, tensor in found], device)
+        rows = [sizes, -measured(totals, squares, device)]  # of ranks the largest numbers count: here the smallest
         if "replicas" in due:  # in numbers that float32 holds exactly: where ranks agree, the largest are the smallest
-            parts = digest((tensor for _, tensor in self._replicated()), device).reshape(1).view(torch.int16).float()
+            parts = digest(self._replicated(), device).reshape(1).view(torch.int16).float()
             rows += [parts, -parts]
         mine = torch.cat(rows)
         sent = Sent(mine if self._world is None else self._world.max(mine))
         self._pending = _Pending(self._step, tick, due, [one for one, _ in found], mine, sent)
         return mine
 
-    def _replicated(self) -> Iterator[tuple[str, Tensor]]:
+    def _replicated(self) -> list[Tensor]:
         """Weights, and moments of torch's optimizers: with the same gradients they stay the same."""
-        for one, tensor in self.layout.tensors(("weights", "optimizer"), {}, has_ranks=False):
-            if one.is_weight or (one.scan == "optimizer" and not one.is_free):
-                yield one.name, tensor
+        found = self.layout.tensors(("weights", "optimizer"), {})
+        return [tensor for one, tensor in found if one.is_weight or (one.scan == "optimizer" and not one.is_free)]
 
     def judge(self) -> Anomaly | None:
         """Judge what was measured."""
@@ -161,7 +133,8 @@ class Scans(protocols.Scans):
         damage = [name for name, one in found.items() if not self._is_on_purpose(step, clean[name], name, one)]
         if not damage:
             return None
-        first = found[min(damage, key=lambda name: _FIRST.index(found[name].signal))]
+        # A second moment below what it can be makes weights NaN, and these make everything else NaN.
+        first = found[min(damage, key=lambda name: found[name].signal is not Signal.OPTIMIZER_RANGE)]
         evidence = first.evidence
         if first.signal is Signal.RANK_MISMATCH:
             ranks, evidence = self._differ()
@@ -173,33 +146,28 @@ class Scans(protocols.Scans):
 
     @torch.no_grad()
     def _differ(self) -> tuple[tuple[int, ...], Facts]:
-        """Find out which ranks have other weights or moments than most, and where. Waits for the device."""
+        """Find out which ranks have other weights or moments than most. Waits for the device."""
         assert self._world is not None
-        of_each = self._world.all_of({name: int(digest([one], self.layout.device)) for name, one in self._replicated()})
-        odd = odd_ones([tuple(one.items()) for one in of_each])
-        apart = [name for name in of_each[0] if len({one.get(name) for one in of_each}) > 1]
-        where = {"name": apart[0], "apart": len(apart), "count": len(of_each[0])} if apart else {}
-        return odd, fact("replicas_differ", ranks=[*odd], size=len(of_each), **where)
+        digests = self._world.all_of(int(digest(self._replicated(), self.layout.device)))
+        odd = odd_ones(digests)
+        return odd, fact("replicas_differ", ranks=[*odd], size=len(digests))
 
     def _is_on_purpose(self, step: int, clean: int, name: str, found: Found) -> bool:
-        """Whether to accept a finding: it was declared, came again at the same step, or did at an earlier step."""
+        """Whether to accept a finding: it was declared, or came again at the same step."""
         if not found.acceptable:
             return False
         is_jump = found.signal is Signal.WEIGHTS_JUMP
         if is_jump and any(clean - _AROUND <= declared <= step + _AROUND for declared in self.config.expect):
             self.accepted = ()
             return True
-        alike = Counter(at for at, one in self._found if found.is_like(one))
-        often = _ONCE if is_jump else _OFTEN
-        is_known = max(alike.values(), default=0) > often
+        often = sum(at == step and found.is_like(one) for at, one in self._found)
         self._found.append((step, found))
-        if not is_known and alike[step] < often:
+        if often < (_ONCE if is_jump else _OFTEN):
             return False
         self._scans[name].loose.add(found.subject)
-        if not is_known:
-            why = "taken for intended, like later ones there, since it came again after each rewind"
-            log.info("note: step %d: %s: %s", step, why, say(found.evidence))
-            self.accepted = found.evidence
+        why = "taken for intended, like later ones there, since it came again after each rewind"
+        log.info("note: step %d: %s: %s", step, why, say(found.evidence))
+        self.accepted = found.evidence
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,8 +188,5 @@ class Scans(protocols.Scans):
 def _of(scan: str, watched: Sequence[Watched], values: Sequence[float]) -> Measured:
     """Return the numbers of what one scan looks at, from a vector of all."""
     rest = iter(values[len(watched) :])
-    of_weights = [next(rest) if one.is_weight else 0.0 for one in watched]
-    lengths = [-next(rest) if one.is_square else length for one, length in zip(watched, of_weights, strict=True)]
-    depths = [next(rest) if one.is_square else 0.0 for one in watched]
-    numbers = map(Numbers, values, lengths, depths)
-    return [(one, each) for one, each in zip(watched, numbers, strict=False) if one.scan == scan]
+    numbers = [Numbers(size, -next(rest) if one.is_square else 0.0) for one, size in zip(watched, values, strict=False)]
+    return [(one, each) for one, each in zip(watched, numbers, strict=True) if one.scan == scan]

@@ -1,15 +1,13 @@
 """The scans of weights, buffers and the optimizers' state: are they finite, and can updates have moved them this far?
 
-An update of Adam moves no element farther than `lr * c`, whatever the gradients are; an update of SGD moves a tensor
-no farther than its clipped gradients allow. A weight that moved farther was changed by something else. Second moments
-change as they must. Free of torch.
+An update of Adam or RMSprop moves no element farther than `lr * c`, whatever the gradients are. A weight that moved
+farther was changed by something else. Second moments shrink no faster than they must. Free of torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from functools import lru_cache
 from math import inf, isfinite, sqrt
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,16 +26,14 @@ class NormsConfig(Every):
     factor: float = limited(above=1)
 
 
-KEPT = "kept."  # how the names of tensors begin that the user keeps
+KEPT = "kept.*"  # the name of all that the user keeps
 _REMARKABLE = 0.25  # of its size: a smaller change is no jump, as rounding and a loop that shrinks its weights make it
 _LOUD = 100.0  # times the largest weight of the model
 _ROUNDING = 1 + 2**-8  # of second moments in bfloat16, in each update
 _TINY = 1e-30  # smaller moments of float32 have lost their precision
 _LEAST = 1e-3  # of statistics: those of a layer without input fade to nothing
-# Moments that cannot be negative, by torch's names for them. An update leaves at least a share of them, if their group
-# has one: `betas[1]` or the like.
-SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum", "row_var", "col_var"}
-SQUARES |= {"variance"}  # of vectors in Adafactor
+# Moments of which an update leaves at least a share, by torch's names for them.
+SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg"}
 
 
 class Watched(NamedTuple):
@@ -51,8 +47,7 @@ class Watched(NamedTuple):
 
 class Numbers(NamedTuple):
     largest: float  # absolute value
-    length: float = 0.0  # the L2 norm of weights, the sum of second moments
-    depth: float = 0.0  # how far a second moment goes below zero
+    total: float = 0.0  # the sum of second moments, which are not negative
 
 
 Measured = Sequence[tuple[Watched, Numbers]]
@@ -73,7 +68,6 @@ class Found(NamedTuple):
         return self.subject == other.subject and max(self.size, other.size) <= 2 * min(self.size, other.size)
 
 
-@lru_cache(maxsize=256)
 def adam_stride(beta1: float, beta2: float) -> float:
     """Return the largest |change of a weight| / lr in an update of Adam: Cauchy-Schwarz on its two averages.
 
@@ -86,9 +80,6 @@ def adam_stride(beta1: float, beta2: float) -> float:
     return (1 - beta1) / sqrt((1 - beta2) * (1 - ratio))
 
 
-_UNKNOWN = inf, 0.0, 0.0
-
-
 @dataclass(slots=True)
 class Path:
     """What the updates since the last measurement can have done to the weights of a parameter group."""
@@ -96,49 +87,40 @@ class Path:
     kind: str  # the name of one of torch's optimizers, or empty for any other
     updates: int = 0
     element: float = 0.0  # how far an element can have moved, without weight decay
-    whole: float = 0.0  # how far a tensor can in L2 norm, without weight decay
     decay: float = 0.0  # the share of a tensor that weight decay can have taken
     left: float = 1.0  # the least share of second moments that they leave
     is_known: bool = True  # each of them had a bound
-    momentum: float = -1.0  # bound of the L2 norm of SGD's momentum; negative: not known yet
 
-    def restarted(self) -> Path:
-        return Path(self.kind, momentum=self.momentum)
-
-    def landed(self, setting: Mapping[str, Any], norm: float | None) -> None:
-        """Add an update with the settings of the group. `norm` is that of the clipped gradients, if known."""
+    def landed(self, setting: Mapping[str, Any]) -> None:
+        """Add an update with the settings of the group."""
         self.updates += 1
-        betas = setting.get("betas", ())
-        is_pair = isinstance(betas, list | tuple) and len(betas) == 2
-        share = betas[1] if is_pair else setting.get("alpha", setting.get("rho"))
-        self.left *= share if isinstance(share, float | int) else 0.0
-        element, whole, decay = self._bound(setting, norm) if isinstance(setting.get("lr"), float | int) else _UNKNOWN
-        if not isfinite(element + whole + decay):
-            self.is_known, self.momentum = False, -1.0
+        element, decay, left = self._bound(setting) if self.kind else _UNKNOWN
+        self.left *= left
+        if not isfinite(element + decay):
+            self.is_known = False
         elif self.is_known:
-            self.element, self.whole, self.decay = self.element + element, self.whole + whole, self.decay + decay
+            self.element, self.decay = self.element + element, self.decay + decay
 
-    def _bound(self, setting: Mapping[str, Any], norm: float | None) -> tuple[float, float, float]:
-        """Return how far one update can move an element, and a tensor in L2 norm; and the share that decay takes."""
-        kind, lr, betas = self.kind, abs(setting["lr"]), setting.get("betas", ())
-        if kind in ("Adam", "AdamW") and all(isinstance(beta, float | int) for beta in betas):
+    def _bound(self, setting: Mapping[str, Any]) -> tuple[float, float, float]:
+        """Return how far one update can move an element, the share that decay takes, and that of moments it leaves."""
+        lr, betas = setting["lr"], setting.get("betas", ())
+        left = betas[1] if betas else setting.get("alpha", 0.0)
+        if not all(isinstance(one, float | int) for one in (lr, left, *betas)):
+            return _UNKNOWN  # they are tensors
+        if self.kind in ("Adam", "AdamW"):
             # Coupled decay is a gradient, which the bound covers.
-            is_decoupled = kind == "AdamW" or setting.get("decoupled_weight_decay")
-            return lr * adam_stride(*betas), 0.0, lr * abs(setting["weight_decay"]) if is_decoupled else 0.0
-        if kind == "SGD" and norm is not None:
-            mu = setting["momentum"]
-            is_first = self.momentum < 0  # updates before the first one that was watched may have filled it
-            self.momentum = norm * _sum(mu) if is_first else mu * self.momentum + norm
-            step = norm + mu * self.momentum if setting.get("nesterov") else self.momentum
-            return 0.0, lr * step, lr * abs(setting["weight_decay"]) * _sum(mu)
-        if kind == "RMSprop" and not setting.get("centered"):
-            return lr * sqrt(_sum(setting["alpha"])) * _sum(setting["momentum"]), 0.0, 0.0
-        return (lr, 0.0, 0.0) if kind == "Adagrad" else _UNKNOWN
+            is_decoupled = self.kind == "AdamW" or setting.get("decoupled_weight_decay")
+            return abs(lr) * adam_stride(*betas), abs(lr * setting["weight_decay"]) if is_decoupled else 0.0, left
+        if self.kind == "RMSprop" and not setting.get("centered"):
+            return abs(lr) * sqrt(_sum(left)) * _sum(setting["momentum"]), 0.0, left
+        return inf, 0.0, left
 
-    def reach(self, largest: float, length: float) -> tuple[float, float]:
-        """How far the largest element of a tensor can have moved, and its norm: inf where the element says it all."""
-        element, whole = self.element + self.whole, self.whole + self.decay * (length + self.whole)
-        return element + self.decay * (largest + element), inf if self.element else whole
+    def reach(self, largest: float) -> float:
+        """How far the largest element of a tensor can have moved."""
+        return self.element + self.decay * (largest + self.element)
+
+
+_UNKNOWN = inf, 0.0, 0.0
 
 
 def _sum(share: float) -> float:
@@ -149,7 +131,7 @@ def _sum(share: float) -> float:
 class Scan(PlainState):
     """Judges numbers that were measured of some tensors, by those of the last measurement."""
 
-    saved = ("clean_step", "base", "bounded", "loose")
+    saved = ("clean_step", "base", "loose")
     nonfinite: ClassVar = Signal.NONFINITE_WEIGHTS
     jumped: ClassVar = Signal.WEIGHTS_JUMP
 
@@ -158,9 +140,8 @@ class Scan(PlainState):
         self.config: Any = config
         self.every = config.every  # updates; 0: off
         self.clean_step = 0  # the newest step that it has seen and found clean
-        # Of the free tensors, as a minimum that is infinite until it is set, and is reset.
-        self.bounded: set[str] = set()  # those that were finite when they were seen first
-        self.loose: set[str] = set()  # those that were not
+        # Free tensors that were not finite at first, as a minimum until it is set, and all that the loop writes itself.
+        self.loose: set[str] = set()
         self.restart(kinds)
 
     def restart(self, kinds: Sequence[str]) -> None:
@@ -170,54 +151,46 @@ class Scan(PlainState):
     def is_due(self, step: int) -> bool:
         return self.every > 0 and step > 0 and step % self.every == 0
 
-    def landed(self, settings: Sequence[Mapping[str, Any]], norm: float | None) -> None:
+    def landed(self, settings: Sequence[Mapping[str, Any]]) -> None:
         for path, setting in zip(self.paths, settings, strict=False):
-            path.landed(setting, norm)
+            path.landed(setting)
 
     def look(self, measured: Measured) -> Found | None:
         """Return the worst that is wrong. NaN on one of several ranks arrives as inf: both are treated alike."""
-        bad = [
-            (one.name, largest) for one, (largest, _, _) in measured if not isfinite(largest) and self._is_bound(one)
-        ]
+        bad = [(one.name, now.largest) for one, now in measured if not isfinite(now.largest) and self._is_bound(one)]
         if bad:
             (name, value), count = bad[0], len(measured)
             evidence = fact("not_finite", name=name, value=value, more=len(bad) - 1, count=count)
-            return Found(self.nonfinite, evidence, acceptable=name.startswith(KEPT))
+            return Found(self.nonfinite, evidence, acceptable=name == KEPT)
         worst, found = 1.0, None
         for one, now in measured:
-            if one.name in self.base and isfinite(now.largest):
+            if one.name in self.base and one.name not in self.loose and isfinite(now.largest):
                 excess, evidence = self.excess(one, Numbers(*self.base[one.name]), now)
                 if excess > worst:
                     worst, found = excess, Found(self.jumped, evidence, size=now.largest)
         return found
 
     def _is_bound(self, one: Watched) -> bool:
-        return not one.is_free or (one.name in self.bounded and one.name not in self.loose)
+        return not one.is_free or (one.name in self.base and one.name not in self.loose)
 
     def excess(self, one: Watched, before: Numbers, now: Numbers) -> tuple[float, Facts]:
         """Return how many times farther than possible a tensor moved, and the evidence."""
         raise NotImplementedError
 
     def learn(self, step: int, measured: Measured, found: Found | None) -> None:
-        for one, numbers in measured:
-            if one.is_free and one.name not in self.bounded and one.name not in self.loose:
-                (self.bounded if isfinite(numbers.largest) else self.loose).add(one.name)
-        self.paths = [path.restarted() for path in self.paths]
+        self.loose |= {one.name for one, now in measured if not isfinite(now.largest) and not self._is_bound(one)}
+        self.paths = [Path(path.kind) for path in self.paths]
         if found is None:
             self.clean_step = step
         if found is None or found.acceptable:
-            self.base = {one.name: list(numbers) for one, numbers in measured if all(map(isfinite, numbers))}
+            self.base |= {one.name: list(numbers) for one, numbers in measured if all(map(isfinite, numbers))}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "paths": [list(astuple(path)) for path in self.paths]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        paths, kinds = [Path(*path) for path in state["paths"]], [path.kind for path in self.paths]
-        if [path.kind for path in paths] == kinds:
-            self.paths = paths
-        else:  # it is of other optimizers
-            self.restart(kinds)
+        self.paths = [Path(*path) for path in state["paths"]]
 
 
 class Weights(Scan):
@@ -231,18 +204,16 @@ class Weights(Scan):
     def excess(self, one: Watched, before: Numbers, now: Numbers) -> tuple[float, Facts]:
         if not one.is_weight:
             return 0.0, ()
-        path = None if one.group is None else self.paths[one.group]
+        path, was, size = None if one.group is None else self.paths[one.group], before.largest, now.largest
         if path is None or not path.is_known:
-            huge = fact("weight_huge", name=one.name, before=before.largest, now=now.largest, largest=self._loudest)
-            return now.largest / (_LOUD * self._loudest) if self._loudest else 0.0, huge
-        far = path.reach(before.largest, before.length)
-        for what, was, size, reach in zip(("max |w|", "norm"), before[:2], now[:2], far, strict=True):
-            moved, room = abs(size - was), self.config.margin * reach
-            if isfinite(size) and moved > max(room, _REMARKABLE * was):
-                bound = was + room if size > was else max(was - room, 0.0)
-                moves = {"what": what, "before": was, "now": size, "bound": bound, "updates": path.updates}
-                return moved / room if room else inf, fact("weight_jumped", name=one.name, **moves)
-        return 0.0, ()
+            huge = fact("weight_huge", name=one.name, before=was, now=size, largest=self._loudest)
+            return size / (_LOUD * self._loudest) if self._loudest else 0.0, huge
+        moved, room = abs(size - was), self.config.margin * path.reach(was)
+        if moved <= max(room, _REMARKABLE * was):
+            return 0.0, ()
+        bound = was + room if size > was else max(was - room, 0.0)
+        jump = fact("weight_jumped", name=one.name, before=was, now=size, bound=bound, updates=path.updates)
+        return moved / room if room else inf, jump
 
 
 class Moments(Scan):
@@ -251,19 +222,13 @@ class Moments(Scan):
     nonfinite = Signal.NONFINITE_OPTIMIZER
     jumped = Signal.OPTIMIZER_RANGE
 
-    def look(self, measured: Measured) -> Found | None:
-        depth, name = max(((now.depth, one.name) for one, now in measured if now.depth < inf), default=(0.0, ""))
-        if depth > 0:
-            return Found(self.jumped, fact("moment_negative", name=name, value=-depth), acceptable=False)
-        return super().look(measured)
-
     def excess(self, one: Watched, before: Numbers, now: Numbers) -> tuple[float, Facts]:
         if one.group is None or not one.is_square:
             return 0.0, ()
         path = self.paths[one.group]
-        least = before.length * path.left / (self.config.margin * _ROUNDING**path.updates)
-        sizes = {"before": before.length, "now": now.length, "least": least}
-        excess = least / now.length if now.length else inf
+        least = before.total * path.left / (self.config.margin * _ROUNDING**path.updates)
+        sizes = {"before": before.total, "now": now.total, "least": least}
+        excess = least / now.total if now.total > 0 else inf
         return excess if least > _TINY else 0.0, fact("moments_shrank", name=one.name, updates=path.updates, **sizes)
 
 
