@@ -1,4 +1,4 @@
-"""The further checks: rises of the rate, the loss scale; and what is known of past updates."""
+"""The further checks: climbs, rises of the rate, the loss scale; and what is known of past updates."""
 
 from __future__ import annotations
 
@@ -31,13 +31,24 @@ class FullRun(Run):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_loss_that_rises_and_stays(seed: int) -> None:
-    """A rise is an anomaly within a few steps, and what came before it stays trusted."""
-    found = FullRun().alarms(curve(1508, seed=seed, high=8.0, at=1500))
+@pytest.mark.parametrize(
+    ("high", "over", "noise", "signal", "within"),
+    [
+        (8.0, 1, 0.03, Signal.LOSS_SPIKE, 8),
+        (4.5, 200, 0.1, Signal.DIVERGENCE, 350),
+        (4.5, 1000, 0.03, Signal.DIVERGENCE, 1050),
+    ],
+)
+def test_a_loss_that_rises_and_stays(
+    high: float, over: int, noise: float, signal: Signal, within: int, seed: int
+) -> None:
+    """A rise is an anomaly within a known number of steps, and what came before it stays trusted."""
+    onset = 1500
+    found = FullRun().alarms(curve(onset + within, seed=seed, noise=noise, high=high, at=onset, over=over))
     assert found
-    assert found[0].signal is Signal.LOSS_SPIKE
-    assert 1500 < found[0].step <= 1508
-    assert 1400 <= found[0].since <= 1500
+    assert found[0].signal is signal
+    assert onset < found[0].step <= onset + within
+    assert onset - 100 <= found[0].since <= onset + over / 4
     assert found[0].landed
 
 
