@@ -40,7 +40,7 @@ REFUSED = [
     ("run.dir=occupied", "run.dir", "thesis.txt"),
     ("model._target_=nowhere.Net", "model._target_=nowhere.Net", "No module named 'nowhere'"),
     ("model._target_=user_programs.Plian", "model._target_=user_programs.Plian", "has no attribute 'Plian'"),
-    ("model._target_=broken.Net", "model._target_=broken.Net", "SyntaxError", "broken.py:1"),
+    ("model._target_=broken.Net", "model._target_=broken.Net", "SyntaxError", "broken.py, line 1"),
     ("model._target_=needy.Net", "No module named 'not_installed_anywhere'"),
     ("model._target_=user_programs.nothing", "model._target_", "returned a list; expected a torch.nn.Module"),
     ("model._target_=user_programs.frozen", "optimizer._target_", "empty parameter list"),

@@ -359,19 +359,6 @@ def test_norms_are_learned_again_as_in_a_new_run() -> None:
     assert limit.limit == 10.0
 
 
-def test_the_bound_of_a_rewind_holds_after_a_resume_too() -> None:
-    """Until there are enough norms again, no norm is accepted that is far above those before the rewind."""
-    run = warmed_up()
-    state = Run().checks.state_dict()
-    run.checks.load_state_dict(state)
-    run.checks.rewound(0, 400)
-    run.alarms(curve(6))
-    bounded = run.checks.limits
-    resume(run)
-    assert run.attempt(*curve(7)[6]).anomaly is None
-    assert run.checks.limits[1] == bounded[1]
-
-
 def test_a_descent_that_is_behind_does_not_blind_the_jump() -> None:
     """Two hundred steps into a run the losses it began with no longer stretch what counts as usual."""
     run = Run()
