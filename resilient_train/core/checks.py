@@ -43,8 +43,6 @@ class Finding:
 class Check(PlainState):
     """A further check. What a class leaves out says nothing; its alarm is a divergence."""
 
-    yields_to_jump: ClassVar = False  # an alarm of the jump check comes first
-
     def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
         """Judge an accepted update. Not `is_learned`: damage is open, its loss above the level to return to."""
         return None

@@ -134,10 +134,9 @@ class Creep(Check):
     """The loss climbs from block to block, though no single step is a jump."""
 
     saved = ("_block", "_means", "_sum", "_since")
-    yields_to_jump = True
 
-    def __init__(self, config: CreepConfig, level: Level) -> None:
-        self.config, self.level = config, level
+    def __init__(self, config: CreepConfig) -> None:
+        self.config = config
         self._block: list[float] = []
         self._means: deque[float] = deque(maxlen=config.blocks + config.lag)  # of the blocks before
         self._sum = 0.0  # sum of the spreads by which blocks were too high
@@ -154,11 +153,11 @@ class Creep(Check):
         self._block.clear()
         if len(self._means) == self._means.maxlen:
             usual = list(self._means)[: config.blocks]
-            middle = median_high(usual)
+            middle, then = median_high(usual), reference(step)
             spread = max(
                 _MAD_TO_SIGMA * deviation(usual, middle),
                 (max(usual) - middle) / 2,  # skewed losses have skewed blocks
-                config.share * self.level.scale,
+                config.share * (then.size if then is not None else 0.0),
             )
             z = (mean - middle) / spread if spread else 0.0  # the spread of a loss that is always 0 is 0
             z = max(-_MOST_PER_BLOCK, min(_MOST_PER_BLOCK, z))
@@ -170,7 +169,7 @@ class Creep(Check):
             return None
         self.forget()
         since = max(0, self._since)
-        return Alarm(since, fact("loss_climbs", loss=loss, since=since, **self.level.usual_range))
+        return Alarm(since, fact("loss_climbs", loss=loss, since=since))
 
     def forget(self, limit: float = inf) -> None:
         self._block.clear()

@@ -173,7 +173,7 @@ EVIDENCE = {
     "text": "{text}",  # of an exception, the system or the user
     "measured": "loss {loss:.4g}, gradient norm {norm:.4g}",
     "loss_outside": "loss {loss:.4g} where {low:.4g} to {high:.4g} was usual<stays?, and it stays>",
-    "loss_climbs": "loss {loss:.4g}, climbing since step {since}; {low:.4g} to {high:.4g} was usual",
+    "loss_climbs": "loss {loss:.4g}, climbing since step {since}",
     "refused_often": "{count:update} were refused within a few steps",
     "norm_outside": "gradient norm {norm:.4g} where at most {largest:.4g} was usual",
     "off_level": "the last losses ({count}) average {mean:.4g} where {level:.4g} was usual at step {step}",

@@ -116,9 +116,11 @@ class RecordedStates(Seeds):
 def skipped_samples(samples: Samples) -> Effect:
     skipped = samples.skipped
 
+    def restore(state: Any) -> None:
+        samples.skip_only(state)
+
     def undo(state: Any) -> None:
-        if samples.rows and state != samples.skipped:
+        if samples.rows and state != skipped:
             samples.skip_only(state)
 
-    skipped = samples.skipped
     return Effect("skipped", lambda: list(skipped), restore, undo, lambda: list(skipped))

@@ -21,7 +21,7 @@ from resilient_train.data.trees import weights_sha256
 from resilient_train.extensions.drills import Drill, NanGrad
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.loop.guard import Guard
-from resilient_train.report.story import read_story
+from resilient_train.report.story import open_advice, read_story
 
 STEPS, ROWS, BATCH = 60, 64, 8
 KILLER = 39  # whose company of the first epoch is nowhere near it in the second
@@ -157,8 +157,8 @@ def test_a_patched_line_that_was_changed_since_is_said_once_and_asks_for_nothing
         return [one.getMessage() for one in info.records if "was changed since" in one.getMessage()]
 
     assert trained(30) == []
-    (asked,) = read_story(run_dir).advice
-    assert asked.facts[0]["where"]["line"] == 3
+    ((facts, _),) = open_advice(read_story(run_dir).incidents)
+    assert facts[0]["where"]["line"] == 3
     source.write_text(source.read_text().replace("error / batch[1]", "error / batch[1].clamp(0.5)"))
     assert trained(40) == [f"{source}:3 was changed since: its patch is removed"]
     assert trained(50) == []

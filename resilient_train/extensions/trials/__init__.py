@@ -92,10 +92,10 @@ class Trials(Extension, Hook):
         if not check.asks(step, lambda: travelled(run.ring, run.world.least)) or not run.settle():
             return
         found = self._race()
-        was_tried = self.updates > before
-        check.tried(step, is_tried=was_tried or found is not None)
+        is_tried = self.updates > before
+        check.tried(step, is_tried=is_tried)
         if found is None:
-            if was_tried:
+            if is_tried:
                 run.controls.note()
             return
         since, rate, tried = found
