@@ -149,7 +149,7 @@ class IterableSamples(LoaderSamples):
         """Read the rows of all ranks, and make this rank's batches of them."""
         first = self.drawn
         rows = [self._next_batch() for _ in range(self.slicing.samples)]
-        batches = []
+        batches: list[tuple[Any, Sequence[int]]] = []
         for number, some in enumerate(self.slicing.of_this_rank(rows)):
             place = number * self.slicing.world + self.slicing.rank  # among the micro-batches on all ranks
             seed_host(mix(Purpose.COLLATE, self.seed, first, place))
