@@ -88,6 +88,8 @@ class Samples(ABC):
 
     def skip(self, start: int, stop: int) -> None:
         """Skip these positions from now on, after rewinds too."""
+        if not 0 <= start < stop:
+            raise ValueError(f"cannot skip [{start}, {stop}): a range needs 0 <= start < stop")
         self.skipped.append([start, stop])
         self._batches = None
 
