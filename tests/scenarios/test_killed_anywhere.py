@@ -85,7 +85,7 @@ class Faults:
 
 def train(run_dir: Path) -> None:
     """The program, which resumes what there is."""
-    files.disk, Writer.offer = Careless(), Writer.write_now  # type: ignore[assignment,method-assign]
+    files.disk, Writer.offer = Careless(), Writer.write_now  # type: ignore[method-assign]
     torch.manual_seed(0)
     model, faults = Net(), Faults(run_dir)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -139,7 +139,7 @@ def train_observed(run_dir: Path) -> None:
 
 
 def train_simply(run_dir: Path, spoil: Any, *, hands_over: bool = False, **more: Any) -> None:
-    files.disk, Writer.offer = Careless(), Writer.write_now  # type: ignore[assignment,method-assign]
+    files.disk, Writer.offer = Careless(), Writer.write_now  # type: ignore[method-assign]
     guard = {"disk": 20, "resume": True, **more}
     run = Running(Scenario(FIT, Ends(), spoil, hands_over=hands_over, guard=guard), run_dir).train()
     (run_dir / "weights").write_text(weights_sha256(run.guard.state))
