@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -74,10 +75,24 @@ class Copier:
         self._copied, self._sources = None, []
 
 
-def is_same(weight: torch.Tensor, copy: Tree) -> bool:
-    """Whether a weight is as it was copied. Waits for the device, to which the copy goes for that."""
-    is_plain = type(weight.detach()) is torch.Tensor is type(copy)  # others may hide what they hold
-    return is_plain and fits(copy, weight) and torch.equal(weight, copy.to(weight.device))
+def digests_of_frozen(weights: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Sum up the bits of each frozen weight: the usual `target.data.mul_(0.99)` does not increase a version. Waits for
+    the device, if there are any. Sparse tensors have none, nor have classes that hide where their bits are.
+    """
+    frozen = {name: one.detach() for name, one in weights.items() if not one.requires_grad}
+    plain = {name: one for name, one in frozen.items() if type(one) is torch.Tensor and one.layout is torch.strided}
+    sums = [_digest(one) for one in plain.values()]
+    return dict(zip(plain, torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else [], strict=True))
+
+
+def _digest(weight: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor as integers of eight bytes, ten times faster than of four, and the bytes left over."""
+    order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
+    octets = weight.permute(order).reshape(-1).view(torch.uint8)  # no copy of a dense tensor, whatever its order
+    if octets.storage_offset() % 8:
+        octets = octets.clone()
+    whole = octets.numel() // 8 * 8
+    return octets[:whole].view(torch.int64).sum() + octets[whole:].sum(dtype=torch.int64)
 
 
 class Stateful(Protocol):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from resilient_train.core.copies import Copier, is_same
+from resilient_train.core.copies import Copier, digests_of_frozen
 from resilient_train.core.state import RunState
-from resilient_train.core.tree import Tree, put_together, taken_apart
+from resilient_train.core.tree import Tree, fits, put_together, taken_apart
 from resilient_train.ground.files import available_memory
 from resilient_train.ground.reader import MemoryConfig
 
@@ -25,6 +25,7 @@ class Snapshot:
 
     step: int
     parts: dict[str, Tree]  # as of `RunState.live`
+    digests: Mapping[str, int] = field(default_factory=dict)  # of frozen weights
     checks_state: Any = None  # Parts.checks_state(); None until its update was accepted
     effects: Any = None  # of remedies, after its update
     verified: bool = False
@@ -58,7 +59,8 @@ class Ring:
             return None
         live = self._state.live() | {"clock": step}  # the verdict on this step may be pending
         weights = live.pop("weights")
-        shared = self._unchanged(weights)
+        digests = digests_of_frozen(weights)
+        shared = self._unchanged(weights, digests)
         trained: dict[str, Any] = {"weights": {name: one for name, one in weights.items() if one.requires_grad}}
         # Only optimizers change these: they can be copied later. Frozen weights may be changed by the loop at any time.
         trained |= {name: live.pop(name) for name in list(live) if name.startswith("optimizer.")}
@@ -70,19 +72,18 @@ class Ring:
         copies = self.copier.copied([*sources, *rest], len(sources))
         parts: dict[str, Tree] = put_together({**plain, **plain_rest}, copies)
         parts["weights"] |= parts.pop("frozen") | shared
-        snapshot = Snapshot(step, parts, verified=verified)
+        snapshot = Snapshot(step, parts, digests, verified=verified)
         self.snapshots.append(snapshot)
         return snapshot
 
-    def _unchanged(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the copies of frozen weights that are as in the newest snapshot, for all snapshots to share. Waits for
-        the device, if there are any.
-        """
+    def _unchanged(self, weights: Mapping[str, torch.Tensor], digests: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """Return the copies of frozen weights that are as in the newest snapshot, for all snapshots to share."""
         if not self.snapshots:
             return {}
-        copies = self.snapshots[-1].parts["weights"]
-        known = {name: copies[name] for name, one in weights.items() if not one.requires_grad and name in copies}
-        return {name: one for name, one in known.items() if is_same(weights[name], one)}
+        newest = self.snapshots[-1]
+        same = [name for name, digest in digests.items() if newest.digests.get(name) == digest]
+        copies = {name: newest.parts["weights"][name] for name in same}
+        return {name: one for name, one in copies.items() if fits(one, weights[name])}
 
     def oldest_position(self, now: int) -> int:
         return int(self.snapshots[0].parts["position"]["position"]) if self.snapshots else now
