@@ -234,7 +234,7 @@ class Run:
         ]
         self.scans = Scans(config, Layout(self.model, self.optimizers))
         self.step = 0
-        self._flight: list[dict[str, float]] | None = None
+        self._flight: tuple[Any, float] | None = None
 
     def update(self) -> Anomaly | None:
         """Train one update, and return what a scan found in an earlier one."""
@@ -244,19 +244,19 @@ class Run:
         anomaly = self._hear()
         if self.scans.is_due():
             self.scans.measure(self.step)
-        nn.utils.clip_grad_norm_(self.weights, 1.0)
+        norm = min(float(nn.utils.clip_grad_norm_(self.weights, 1.0)), 1.0)
         settings = self._set_rates()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
-        self._flight = settings
+        self._flight = settings, norm
         return anomaly
 
     def _hear(self) -> Anomaly | None:
         anomaly = self.scans.judge()
         if self._flight is not None:
-            self.scans.landed(self.step, self._flight)
+            self.scans.landed(self.step, *self._flight)
         return anomaly
 
     def _set_rates(self) -> list[dict[str, float]]:

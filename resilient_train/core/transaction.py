@@ -88,5 +88,5 @@ class Transaction:
             ranks=() if by_rank is None else where_not_finite(by_rank.tolist()),
             stop_asked=any(rest),  # of several ranks
             lr_ratio=self.attempt.lr_ratio,
-            clipped=self.attempt.has_clipped(grad_norm),
+            clipped=self.attempt.clipped(grad_norm) != grad_norm,
         )

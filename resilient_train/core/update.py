@@ -310,7 +310,8 @@ class EngineGuard:
         if vitals.accepted:
             self.clock.step += 1
             self._updater.accept(self.clock.step)
-            self._scans.landed(self.clock.step, judged.attempt.settings, judged.attempt.times)
+            attempt, norm = judged.attempt, judged.attempt.clipped(vitals.grad_norm)
+            self._scans.landed(self.clock.step, attempt.settings, norm, attempt.times)
         if judged.snapshot is not None and vitals.accepted:
             judged.snapshot.checks_state = self._parts.checks_state()
         elif judged.snapshot is not None:

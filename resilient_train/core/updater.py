@@ -75,11 +75,15 @@ class Attempt:
     is_limited: bool  # the schedule asks for a higher rate than the knobs allow
     lr_ratio: float  # the rate as a multiple of the configured one, in the group where that is highest
     clips_to: float | None  # the norm that gradients were clipped to; NaN if it is not known
+    is_turn: bool = False  # the optimizers stepped one after the other, and each had its gradients clipped alone
     times: int = 1  # that an optimizer stepped in it
 
-    def has_clipped(self, grad_norm: float) -> bool:
-        """Say whether the gradients were clipped, as far as is known."""
-        return self.clips_to is not None and not grad_norm <= self.clips_to
+    def clipped(self, grad_norm: float) -> float | None:
+        """Return the norm of the gradients after clipping; None if it is not known."""
+        limit = math.inf if self.clips_to is None else self.clips_to
+        if grad_norm <= limit:
+            return grad_norm
+        return None if self.is_turn or math.isnan(limit) else limit
 
 
 class Updater:
@@ -161,7 +165,7 @@ class Updater:
         measured, by_rank = self.agreement.reduce(torch.stack([turn.loss, turn.norm, *scale]))
         if self.scaler is not None:  # once, however many steps it had
             self.scaler.update()
-        known |= {"settings": turn.rates, "times": turn.times}
+        known |= {"settings": turn.rates, "is_turn": True, "times": turn.times}
         if turn.times > 1:
             known["clips_to"] = math.nan
         return Attempt(loss=turn.loss, measured=measured, by_rank=by_rank, numbers=None, **known)

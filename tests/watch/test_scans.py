@@ -311,14 +311,15 @@ BETAS = [(0.9, 0.999), (0.9, 0.95), (0.5, 0.9), (0.8, 0.7)]
 
 @settings(max_examples=40, deadline=None)
 @given(gradients, st.sampled_from(BETAS), st.sampled_from([0.0, 0.5, 0.9]), st.booleans())
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop"])
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop"])
 def test_no_gradients_carry_a_weight_beyond_its_bound(
     kind: str, pushes: list[tuple[float, float]], betas: tuple[float, float], momentum: float, amsgrad: bool
 ) -> None:
-    """From the first update on: with decay of either kind, momentum and maxima."""
+    """From the first update on: with decay of either kind, momentum, Nesterov's step and maxima."""
     options: dict[str, dict[str, Any]] = {
         "Adam": {"betas": betas, "eps": 1e-12, "amsgrad": amsgrad, "maximize": momentum > 0, "weight_decay": 0.1},
         "AdamW": {"betas": betas, "eps": 1e-12, "amsgrad": amsgrad, "maximize": momentum > 0, "weight_decay": 0.5},
+        "SGD": {"momentum": momentum, "nesterov": amsgrad and momentum > 0, "weight_decay": 0.1 * (not amsgrad)},
         "RMSprop": {"momentum": momentum, "eps": 1e-12},
     }
     weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.float64))
@@ -327,7 +328,7 @@ def test_no_gradients_carry_a_weight_beyond_its_bound(
     for push in pushes:
         weight.grad = torch.tensor(push, dtype=torch.float64)
         optimizer.step()
-        path.landed(optimizer.param_groups[0])
+        path.landed(optimizer.param_groups[0], float(weight.grad.norm()))
         moved = float((weight.detach() - start).abs().max())
         assert moved <= path.reach(float(start.abs().max())) * (1 + 1e-6) + 1e-9
 

@@ -72,8 +72,10 @@ class Scans(protocols.Scans):
     def _has_new_groups(self) -> bool:
         return [path.kind for path in self._scans["weights"].paths] != self.layout.kinds()
 
-    def landed(self, step: int, groups: Sequence[Mapping[str, Any]], times: int = 1) -> None:
-        """Note an accepted update with the settings of all groups, in which an optimizer stepped so many `times`."""
+    def landed(self, step: int, groups: Sequence[Mapping[str, Any]], norm: float | None, times: int = 1) -> None:
+        """Note an accepted update with the settings of all groups and the norm of the clipped gradients, if known. An
+        optimizer stepped so many `times` in it.
+        """
         self._step = step
         if self._has_new_groups():
             self.rebase()
@@ -81,7 +83,7 @@ class Scans(protocols.Scans):
         settings = [{**group, **setting} for group, setting in zip(self.layout.groups(), groups, strict=True)]
         for scan in self._scans.values():
             for _ in range(times if scan.every else 0):
-                scan.landed(settings)
+                scan.landed(settings, norm)
 
     def is_due(self) -> bool:
         return any(scan.is_due(self._step) for scan in self._scans.values())

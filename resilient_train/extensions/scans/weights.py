@@ -1,7 +1,8 @@
 """The scans of weights, buffers and the optimizers' state: are they finite, and can updates have moved them this far?
 
-An update of Adam or RMSprop moves no element farther than `lr * c`, whatever the gradients are. A weight that moved
-farther was changed by something else. Second moments shrink no faster than they must. Free of torch.
+An update of Adam or RMSprop moves no element farther than `lr * c`, whatever the gradients are; one of SGD no farther
+than its clipped gradients allow. A weight that moved farther was changed by something else. Second moments shrink no
+faster than they must. Free of torch.
 """
 
 from __future__ import annotations
@@ -90,18 +91,19 @@ class Path:
     decay: float = 0.0  # the share of a tensor that weight decay can have taken
     left: float = 1.0  # the least share of second moments that they leave
     is_known: bool = True  # each of them had a bound
+    momentum: float = -1.0  # bound of the norm of SGD's momentum; negative: not known yet
 
-    def landed(self, setting: Mapping[str, Any]) -> None:
-        """Add an update with the settings of the group."""
+    def landed(self, setting: Mapping[str, Any], norm: float | None) -> None:
+        """Add an update with the settings of the group. `norm` is that of the clipped gradients, if known."""
         self.updates += 1
-        element, decay, left = self._bound(setting) if self.kind else _UNKNOWN
+        element, decay, left = self._bound(setting, norm) if self.kind else _UNKNOWN
         self.left *= left
         if not isfinite(element + decay):
-            self.is_known = False
+            self.is_known, self.momentum = False, -1.0
         elif self.is_known:
             self.element, self.decay = self.element + element, self.decay + decay
 
-    def _bound(self, setting: Mapping[str, Any]) -> tuple[float, float, float]:
+    def _bound(self, setting: Mapping[str, Any], norm: float | None) -> tuple[float, float, float]:
         """Return how far one update can move an element, the share that decay takes, and that of moments it leaves."""
         lr, betas = setting["lr"], setting.get("betas", ())
         left = betas[1] if betas else setting.get("alpha", 0.0)
@@ -111,6 +113,12 @@ class Path:
             # Coupled decay is a gradient, which the bound covers.
             is_decoupled = self.kind == "AdamW" or setting.get("decoupled_weight_decay")
             return abs(lr) * adam_stride(*betas), abs(lr * setting["weight_decay"]) if is_decoupled else 0.0, left
+        if self.kind == "SGD" and norm is not None:
+            mu = setting["momentum"]
+            is_first = self.momentum < 0  # updates before the first one that was watched may have filled it
+            self.momentum = norm * _sum(mu) if is_first else mu * self.momentum + norm
+            step = norm + mu * self.momentum if setting.get("nesterov") else self.momentum
+            return abs(lr) * step, abs(lr * setting["weight_decay"]) * _sum(mu), left
         if self.kind == "RMSprop" and not setting.get("centered"):
             return abs(lr) * sqrt(_sum(left)) * _sum(setting["momentum"]), 0.0, left
         return inf, 0.0, left
@@ -151,9 +159,9 @@ class Scan(PlainState):
     def is_due(self, step: int) -> bool:
         return self.every > 0 and step > 0 and step % self.every == 0
 
-    def landed(self, settings: Sequence[Mapping[str, Any]]) -> None:
+    def landed(self, settings: Sequence[Mapping[str, Any]], norm: float | None) -> None:
         for path, setting in zip(self.paths, settings, strict=False):
-            path.landed(setting)
+            path.landed(setting, norm)
 
     def look(self, measured: Measured) -> Found | None:
         """Return the worst that is wrong. NaN on one of several ranks arrives as inf: both are treated alike."""
@@ -179,7 +187,7 @@ class Scan(PlainState):
 
     def learn(self, step: int, measured: Measured, found: Found | None) -> None:
         self.loose |= {one.name for one, now in measured if not isfinite(now.largest) and not self._is_bound(one)}
-        self.paths = [Path(path.kind) for path in self.paths]
+        self.paths = [Path(path.kind, momentum=path.momentum) for path in self.paths]
         if found is None:
             self.clean_step = step
         if found is None or found.acceptable:
@@ -205,6 +213,8 @@ class Weights(Scan):
         if not one.is_weight:
             return 0.0, ()
         path, was, size = None if one.group is None else self.paths[one.group], before.largest, now.largest
+        if path is not None and path.kind == "SGD" and not path.is_known:  # its updates may be of any size
+            return 0.0, ()
         if path is None or not path.is_known:
             huge = fact("weight_huge", name=one.name, before=was, now=size, largest=self._loudest)
             return size / (_LOUD * self._loudest) if self._loudest else 0.0, huge
