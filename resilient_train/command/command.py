@@ -46,7 +46,7 @@ def main() -> None:
     code = 0
     survive_hangup()
     try:
-        overrides = get_args_parser().parse_intermixed_args(words).overrides  # Hydra reads one run of them
+        overrides = get_args_parser().parse_intermixed_args(words).overrides  # Hydra takes them in one piece only
         sys.argv[1:] = [*(word for word in words if word not in overrides), *overrides]
         _job()
     except Exception as error:
