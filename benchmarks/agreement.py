@@ -40,9 +40,9 @@ def model_of(processes: int, tensors: int) -> dict[str, Sent]:
     """What a guard with default checks adds to DDP, by what it is for; AdamW, weights without buffers beside them."""
     return {
         "agreement": Sent(COUNTED, COUNTED * 4 * 3 * processes),  # loss, norm, a flag: a row of each rank
-        # Largest and norm of each weight; of its moments these and a depth, and its count of updates: of all ranks the
-        # largest number; and a number for what the loop keeps.
-        "scans": Sent(COUNTED / 10, COUNTED / 10 * 4 * (7 * tensors + 1)),
+        # Largest of each weight, of both its moments and of its count of updates, and the sum of its second moment: of
+        # all ranks the largest number; and a number for what the loop keeps.
+        "scans": Sent(COUNTED / 10, COUNTED / 10 * 4 * (5 * tensors + 1)),
         "replicas": Sent(0, COUNTED / 20 * 4 * 2 * 4),  # a digest in four numbers, in the same collective
         "snapshots": Sent(COUNTED / 25, COUNTED / 25 * 8),  # the size of the largest rank's
         "looks": Sent(2, 2 * 8),  # at updates 128 and 192: how far the weights have moved lately

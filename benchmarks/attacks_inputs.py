@@ -204,16 +204,14 @@ CHECKPOINTS |= {
 # ------------------------------------------------------------------------------------------------------------- secrets
 
 
-def said_aloud(secret: str, said: str = "%s", **environment: Any) -> Attack:
+def said_aloud(secret: str, said: str) -> Attack:
     """Rows and the objective raise errors that hold a secret: neither file nor terminal shows it, nor do the verbs."""
 
     def attack(place: Place) -> None:
         place.secrets.append(secret)
         words = ["data.train._target_=attacks_programs.SayingRows"]
         text = said.replace("%s", secret)
-        said_so = place.train(
-            *words, "objective=custom", "objective._target_=attacks_programs.says", ATTACK_SAYS=text, **environment
-        )
+        said_so = place.train(*words, "objective=custom", "objective._target_=attacks_programs.says", ATTACK_SAYS=text)
         if said_so.code != 1 or not said_so.errors:
             place.fails(f"the run was to fail with its own words: {said_so.code} {said_so.last}")
         place.asked()
@@ -229,22 +227,14 @@ def made(prefix: str, length: int, letters: str = HEX) -> str:
     return prefix + "".join(random.Random(prefix + str(length)).choices(letters, k=length))
 
 
-BY_NAME = {
-    "HF_TOKEN": made("hf_", 34),
-    "DB_PASSWORD": "trustnoone",
-    "MY_PASSPHRASE": "correct horse battery",
-    "SERVICE_SECRET": "p$\\w'\"<&>+/=\u00fc",
-}
 BY_LOOK = {
     "user and password in an address": (made("", 12), "postgresql://writer:%s@db.example/losses"),
     "a query": (made("", 16), "https://s3.example/rows?X-Amz-Signature=%s&part=3"),
     "password=": (made("", 12), "host=db user=me password=%s dbname=x"),
     "a header": (made("", 30), "Authorization: Bearer %s"),
     "JSON": (made("", 24), '{"client_secret": "%s", "n": 3}'),
-    "ghp_": (made("ghp_", 36), "bad credentials: %s"),
 }
-SECRETS: dict[str, Attack] = {name: said_aloud(value, **{name: value}) for name, value in BY_NAME.items()}
-SECRETS |= {what: said_aloud(secret, said) for what, (secret, said) in BY_LOOK.items()}
+SECRETS: dict[str, Attack] = {what: said_aloud(secret, said) for what, (secret, said) in BY_LOOK.items()}
 
 INPUTS: Mapping[str, Mapping[str, Attack]] = {
     "files": FILES,

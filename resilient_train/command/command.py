@@ -13,6 +13,7 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -45,6 +46,8 @@ def main() -> None:
     code = 0
     survive_hangup()
     try:
+        overrides = get_args_parser().parse_intermixed_args(words).overrides  # Hydra takes them in one piece only
+        sys.argv[1:] = [*(word for word in words if word not in overrides), *overrides]
         _job()
     except Exception as error:
         code = _complain(error, words)

@@ -119,6 +119,8 @@ def unwrapped(model: nn.Module, world: World) -> nn.Module:
     """Unwrap a model from what replicates it over processes, but not from torch.compile."""
     if any(type(one).__name__ == "FullyShardedDataParallel" for one in model.modules()):
         raise ValueError(f"model: {_FSDP1}")
+    if type(model).__module__.startswith("deepspeed."):
+        raise ValueError(f"model: {_ENGINES['DEEPSPEED']}")
     inner = getattr(model, "_orig_mod", model)
     replicated = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
     synchronized = {id(weight) for one in replicated for weight in one.parameters()}

@@ -32,7 +32,7 @@ def test_a_run_whose_pipe_is_closed_goes_on_to_its_end(tmp_path: Path) -> None:
     assert run.ended(240) == 1
     assert " ERROR error: " in its_log(tmp_path)
     errors = (tmp_path / "errors.txt").read_text()
-    assert [line.split()[0] for line in errors.splitlines()] == ["update", "error:"]
+    assert [line.split()[0] for line in errors.splitlines()] == ["error:"]
 
 
 def test_a_run_whose_terminal_is_closed_goes_on_to_its_end(tmp_path: Path) -> None:

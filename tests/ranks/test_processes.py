@@ -64,7 +64,7 @@ def test_processes_and_micro_batches_make_the_same_updates(
     assert "2 processes" in done.stdout
 
     files = {"train.log", "train.rank1.log", "summary.json", "incidents.jsonl", "weights.safetensors", "config.yaml"}
-    files |= {"journal.jsonl", "progress", "mlflow.json", "outbox.jsonl", "checkpoints", ".lock"}
+    files |= {"journal.jsonl", "progress", "mlflow.json", "outbox.jsonl", "upload.log", "checkpoints", ".lock"}
     assert files == set(os.listdir(folder / "runs/run"))
     assert done.stdout.count("step 10/20") == 1
     assert done.stdout.count("completed 20 steps") == 1

@@ -165,13 +165,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_diagnosis_and_evaluation_may_take_longer_than_an_update(
     here: Path, run_command: command, calls: list[int]
 ) -> None:
-    """A dozen replays find the row; each of them is a sign of life, as is each batch of the evaluation."""
+    """A dozen replays find the line and the row; each of them is a sign of life, as is each batch of the evaluation."""
     arguments = [*OWN, "objective=custom", "objective._target_=test_watchdog.without_value_for_black", "run.steps=4"]
     arguments += ["data.train._target_=test_watchdog.Poles", "data.eval._target_=test_watchdog.Pictures"]
     done = run_command([*arguments, PATIENT, "run.dir=run"])
     assert done.code == 0, done.stderr
     (found,) = incidents(Path("run"))
-    assert (found["cause"], found["culprit"]["op"]) == ("data", "log")
-    assert found["advice"].startswith("Row 40: `log` at ")
+    assert (found["cause"], found["culprit"]["op"]) == ("operation", "log")
+    assert found["advice"].endswith("Seen with row 40.")
     assert sum(calls) > 4 + 10 + 10
     assert max(calls) <= 2

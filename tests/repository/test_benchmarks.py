@@ -17,7 +17,7 @@ from attacks_inputs import INPUTS  # noqa: E402
 def test_one_of_a_hundred_hostile_inputs_holds(tmp_path: Path) -> None:
     """The command tries it, prints the count, and keeps what became of it."""
     assert sum(map(len, INPUTS.values())) >= 100
-    name = "secrets: HF_TOKEN"
+    name = "secrets: password="
     words = ["--json", "tried.json", "--only", name]
     done = launch(tmp_path / "place", 1, str(BENCHMARKS / "attacks.py"), *words)
     assert done.is_well, done.stderr
@@ -44,4 +44,4 @@ def test_agreement_is_one_small_collective_an_update(tmp_path: Path) -> None:
     assert done.is_well, done.stderr
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("  2 ")]
     assert row.split("  ")[-1].strip().startswith("86 with 1, ")  # scans, replicas, snapshots and looks are due in 14
-    assert row.count("1.16, 37.68") == 2  # as the model says: else it would have ended with 1
+    assert row.count("1.16, 34.48") == 2  # as the model says: else it would have ended with 1

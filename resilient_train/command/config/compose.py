@@ -77,6 +77,7 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
         root = composed_raw(chosen)
         node = OmegaConf.select(root, parent) if parent else root
         known = [str(one) for one in node if one != "hydra"] if isinstance(node, DictConfig) else []
+    known += [] if parent else ["experiment"]  # which has no node unless one of its options is chosen
     hint = f"+{key}=... adds an argument of its _target_" if "_target_" in known else ""
     return no_such("key", name, known, at=key, value=values_of(overrides).get(key, ...), hint=hint)
 
