@@ -105,7 +105,7 @@ def test_an_added_group_trains_as_without_the_guard() -> None:
 
 
 def test_a_resume_goes_back_to_before_a_group_was_added(tmp_path: Path) -> None:
-    """A loop that has not added it yet resumes from a checkpoint with as many groups, and says what helps."""
+    """A loop that has not added it yet resumes from a checkpoint with as many groups, and says why."""
     final = []
     for part in (70, 60):
         model = network()
@@ -120,7 +120,7 @@ def test_a_resume_goes_back_to_before_a_group_was_added(tmp_path: Path) -> None:
         guard.close()
     assert [final[0], final[1][1]] == [(70, 2), 2]
     [incident] = guard.incidents
-    assert "add those that the loop had added, before the guard is made" in incident.anomaly.evidence[0]["why"]
+    assert "it has 2 parameter groups there and 1 here" in incident.anomaly.evidence[0]["why"]
 
 
 @pytest.mark.parametrize("how", ["alone", "to the group"])

@@ -203,8 +203,8 @@ def test_the_accelerate_example_shows_what_it_says(tmp_path: Path, monkeypatch: 
 
 def test_the_gan_example_shows_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gan = example("gan")
-    monkeypatch.setattr(gan, "STEPS", 100)
+    monkeypatch.setattr(gan, "STEPS", 200)
     torch.manual_seed(0)
     untrained = gan.distance(gan.Gan())
     for form in ("in_turn", "together"):
-        assert gan.distance(getattr(gan, form)(tmp_path / form)) < 0.6 * untrained
+        assert gan.distance(getattr(gan, form)(tmp_path / form)) < 0.7 * untrained

@@ -184,15 +184,14 @@ class Fail(TrainerCallback):  # type: ignore[misc]
             raise RuntimeError("of mine")
 
 
-def test_the_end_of_a_run_names_what_the_trainer_resumes_by(tmp_path: Path, info: pytest.LogCaptureFixture) -> None:
-    """Its checkpoints are not the guard's. An error of the user's passes through, and the trainer is as it was."""
+def test_an_error_of_the_users_passes_through(tmp_path: Path, info: pytest.LogCaptureFixture) -> None:
+    """The trainer is as it was. The end of the run names no checkpoint: those of the trainer are not the guard's."""
     failing = resilient_train.hf.guard(programs.trainer("vit", tmp_path, steps=4, save_strategy="steps", save_steps=2))
     failing.add_callback(Fail)
     with pytest.raises(RuntimeError, match="of mine"):
         failing.train()
     assert (tmp_path / "checkpoint-2").is_dir()
-    assert any("by `resume_from_checkpoint=True`" in one for one in info.messages)
-    assert not any("newest checkpoint" in one or "starts a new run" in one for one in info.messages)
+    assert not any("newest checkpoint" in one for one in info.messages)
     failing.remove_callback(Fail)
     failing.train()
     assert failing.state.global_step == 4
