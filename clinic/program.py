@@ -49,7 +49,6 @@ SMOKE = (  # of several sets and causes, a second each at seed 0: what the tests
     "fourth.muon_rare_market",
     "fifth.tensor_factors_of_scans",
     "seventh.species_counts_zero_truncated",
-    "eighth.arrhenius_cells_in_celsius",
     "eighth.galaxy_clusters_by_deep_sets",
     "twelfth.pose_refined_from_identity",
 )

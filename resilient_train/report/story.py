@@ -109,10 +109,11 @@ def _asks_about(incident: Incident) -> object:
 
 
 def _advice(group: Sequence[Incident]) -> Facts:
-    """Return the newest advice; of several rows, it names all of them."""
+    """Return the newest advice, if possible of no line that another one broke; of several rows, it names all."""
+    newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id)).diagnosis
     rows = {row for one in group for row in one.diagnosis.rows or one.diagnosis.suspects}
-    is_of_rows = len(group) > 1 and len(rows) > 1 and group[-1].diagnosis.culprit is None
-    return (fact("all_rows", rows=sorted(rows)) if is_of_rows else ()) + group[-1].diagnosis.advice
+    is_of_rows = len(group) > 1 and len(rows) > 1 and newest.culprit is None
+    return (fact("all_rows", rows=sorted(rows)) if is_of_rows else ()) + newest.advice
 
 
 def _is_unsolved(group: Sequence[Incident]) -> bool:

@@ -69,7 +69,7 @@ def facts_of(place: Path) -> Iterator[Any]:
     """Everything that runs have written as data; what a clock says is left out."""
     for journal in sorted(place.rglob(JOURNAL)):
         for entry in read(journal):
-            (entry.get("incident") or {}).pop("seconds", None)
+            entry["incident"] = {**(entry.get("incident") or {}), "seconds": None, "at": None}
             yield [entry["n"], entry["kind"], {name: one for name, one in entry.items() if name not in ("at", "crc")}]
         if (file := journal.with_name("summary.json")).exists():  # a loop of the caller's may have none
             yield {name: json.loads(file.read_text()).get(name) for name in OF_SUMMARY}

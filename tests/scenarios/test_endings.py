@@ -23,11 +23,11 @@ from resilient_train.report.uploader import note
 def test_a_leap_is_told_by_the_rate_before_it_and_its_cap_while_it_acts(
     tmp_path: Path, info: pytest.LogCaptureFixture
 ) -> None:
-    """A schedule that had fallen to 0.4 leapt x500: so say incident, advice, the end of the run and its page, which ask
+    """A schedule that had fallen to 0.4 leapt x500, to x200 of its highest: advice, the end of the run and its page ask
     for the schedule, and not for a lower rate."""
     rate: Callable[[int], float] = lambda step: (0.4 if step >= 60 else 1.0) * (500 if step >= 120 else 1)  # noqa: E731
     hot = Running(Scenario(CLASSIFY._replace(steps=220), Ends(), rate=rate), tmp_path / "run").train()
-    advice = "The learning rate jumped x500 from step 120 to 121: look at the schedule, and at what else sets it there"
+    advice = "The learning rate jumped x200 from step 120 to 121: look at the schedule, and at what else sets it there"
     (one,) = hot.guard.incidents
     assert say(one.diagnosis.advice).startswith(advice)
     assert say(one.anomaly.evidence).endswith("was usual before the learning rate rose x500")
