@@ -201,6 +201,8 @@ EVIDENCE = {
 
 # What is wrong with a row.
 ROWS = {
+    "row_raises": "{where:place} raises {error}, and for hardly any of a hundred others",
+    "row_breaks": "{where:place} breaks on such values, and on hardly any of a hundred others",
     "row_not_finite": "{field}< at {at:id}> is {value:g}<, and {more} more>",
     "row_far": "{field}< at {at:id}> is {value:.3g}, where {others} other rows stay within ±{usual:.3g}",
     "row_far_below": "{field}< at {at:id}> is {value:.3g}, where nearly all of {others} other rows are at least {usual:.4g} from 0",
@@ -214,6 +216,7 @@ _CALMER = "lower the learning rate, warm up longer, or clip tighter"
 
 # What a person can do about it: sentences, one after the other.
 ADVICE = {
+    "or_fix_line": "Or fix the line<: {how:say}><!how?.>",
     # What a signal suggests by itself.
     Signal.NONFINITE_BATCH: "The batch holds NaN or infinite values: look at what makes its rows.",
     Signal.NONFINITE_LOSS: "The batch is finite and its loss is not: look for a logarithm, division, root or power that meets 0 or less.",

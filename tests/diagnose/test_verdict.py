@@ -77,6 +77,7 @@ def test_what_an_operation_met(seen: Observations, climb: float, cause: Cause, s
 
 
 ROW = replace(ONLY_HERE, rows=(4,))
+RARE = broke("sqrt", ZEROS, seen=ROW, is_rare=True)
 GIVEN, FAILED = origin("fill", kind="nan", was_given=True), origin("sqrt", kind="error")
 NUMBER, PRODUCT = origin("mul", HUGE, is_scalar=True), origin("prod", HUGE, is_scalar=True)
 RAISED = broke("Mine", UNIT, seen=ROW, kind="error", error="ValueError: no")
@@ -102,6 +103,7 @@ OF_NONFINITE: list[tuple[str, Any, str, dict[str, Any], str]] = [
     # A single number is patched only if it is a product of many. A loss that overflows has to stay visible.
     ("overflows", replace(AGAIN, origin=NUMBER), "overflow line", {"origin": None}, "reproducible"),
     ("overflows", replace(AGAIN, origin=PRODUCT), "overflow line patch", {"origin": None}, "reproducible"),
+    ("bad_rows", RARE, "data line rows", {"is_rare": False}, "singular"),
     ("bad_rows", broke("ctc_loss", LOGS, seen=ROW), "data rows", {"everywhere": True}, "singular"),
     ("singular", broke("sqrt", seen=ROW), "operation line patch", {"origin": None}, "rows_fail"),
     ("singular", broke("sqrt", seen=ROW, is_tried=True), "operation line rows patch", {"origin": None}, "rows_fail"),

@@ -171,7 +171,7 @@ def test_diagnosis_and_evaluation_may_take_longer_than_an_update(
     done = run_command([*arguments, PATIENT, "run.dir=run"])
     assert done.code == 0, done.stderr
     (found,) = incidents(Path("run"))
-    assert (found["cause"], found["culprit"]["op"]) == ("operation", "log")
-    assert found["advice"].endswith("Seen with row 40.")
+    assert (found["cause"], found["culprit"]["op"]) == ("data", "log")
+    assert found["advice"].startswith("Row 40: `log` at ")
     assert sum(calls) > 4 + 10 + 10
     assert max(calls) <= 2

@@ -638,6 +638,9 @@ SCENARIOS: dict[str, Scenario] = {
         Ends("data", "quarantine", "exception", rows=frozenset(BAD), says="index 7 is out of bounds"),
         guard={"shuffle": False},
     ),
+    "a row that breaks a logarithm": Scenario(
+        READ._replace(data=with_zeros(40), loss=sizes), Ends("data", "quarantine", rows=frozenset([40]), op="log")
+    ),
     "many rows that break a logarithm": Scenario(
         READ._replace(data=with_zeros(*range(0, 256, 10)), loss=sizes),
         Ends("operation", "armor", rows=frozenset(), op="log"),

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from resilient_train.core.tree import leaves
 from resilient_train.extensions.diagnosis.verdict import Origin, is_plain
-from resilient_train.ground.operations import is_in_place, op_name
+from resilient_train.ground.operations import is_in_place, is_random, op_name
 from resilient_train.parts.code_lines import CALLERS, Line, is_users, line_of, user_line
 
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
@@ -52,6 +52,7 @@ class Microscope(TorchFunctionMode):
         self._hooks: list[Any] = []
         self._has_spread = False  # some node has passed on a gradient that is not finite
         self._losses: list[Tensor] = []
+        self._of_batch = WeakIdKeyDictionary()  # by tensor: whether it came with the batch, or was made of such alone
         self._of_repaired = WeakIdKeyDictionary()  # by tensor: what broke in a patch on the way to it
         self._raised: tuple[BaseException, Origin] | None = None  # the newest exception of an operation
         self._keep_lines: Any = None
@@ -59,7 +60,9 @@ class Microscope(TorchFunctionMode):
 
     def knows(self, batch: Any) -> None:
         """Note what comes with a batch: what is not finite there is the fault of no operation."""
-        self._came_with([one for one in leaves(batch) if isinstance(one, Tensor)])
+        tensors = [one for one in leaves(batch) if isinstance(one, Tensor)]
+        self._of_batch.update(dict.fromkeys(tensors, True))
+        self._came_with(tensors)
 
     def _came_with(self, tensors: list[Tensor]) -> None:
         self._origins |= {_place(one): (one, None) for one in broken(tensors)}
@@ -94,7 +97,8 @@ class Microscope(TorchFunctionMode):
         inputs = floating(arguments)
         was = [kinds_of(one) for one in inputs] if in_place else []
         tensors = [one for one in leaves(arguments) if isinstance(one, Tensor)]
-        call = Origin(op_name(name), user_line(self._names), self._calls, after=self._made_up(tensors))
+        is_of_data = bool(tensors) and all(self._of_batch.get(one) for one in tensors)
+        call = Origin(op_name(name), user_line(self._names), self._calls, is_of_data, after=self._made_up(tensors))
         self._calls += 1
         if in_place:
             call = replace(call, inputs=statistics(inputs))
@@ -110,9 +114,10 @@ class Microscope(TorchFunctionMode):
             outputs = floating(args[:1] if in_place and result is None else result)
             if outputs and not in_place:
                 call = replace(call, inputs=statistics(inputs))
+            returned = [one for one in leaves(outputs if result is None else result) if isinstance(one, Tensor)]
+            self._of_batch.update(dict.fromkeys(returned, is_of_data and not is_random(call.op)))
             if call.after is not None:
-                returned = outputs if result is None else leaves(result)
-                self._of_repaired.update({one: call.after for one in returned if isinstance(one, Tensor)})
+                self._of_repaired.update(dict.fromkeys(returned, call.after))
             for output in outputs:
                 if not (kinds := kinds_of(output)):
                     continue
@@ -250,7 +255,7 @@ class Microscope(TorchFunctionMode):
             elif arrived or self._is_in_patch(call):
                 return
             elif call.of_inputs is not None:  # the gradient is not finite because of the call's inputs
-                self.backward = replace(call.of_inputs)  # the program masks that value
+                self.backward = replace(call.of_inputs, is_of_data=False)  # the program masks that value
             else:  # a gradient that is merely too large comes from everything that the loss is computed from
                 first = call.after or (self._made_up(self._losses) if is_plain(call.op) else None)
                 kind = max(set().union(*map(kinds_of, passed_on)))

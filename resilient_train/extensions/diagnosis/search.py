@@ -40,6 +40,8 @@ CALLERS.add(__file__)
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
 _FAR = 4.0  # times the largest of those: what makes a gradient jump is an outlier
+_RARE = 100  # rows that pass an operation, for each that does not: then it is not the line; and the most to blame
+_FEW, _MOST_DRAWS = 4, 32  # rows of an update, and draws of others, that are tried for that
 _ABSURD = 1e4  # the same where an operation broke: one that cannot take a large value is to blame itself
 NONFINITE = (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH)
 
@@ -213,6 +215,7 @@ class Search:
             batch_is_bad=not may_be_nan and any(map(by_rows.nonfinite_fields, refused.inputs)),
             failure=first.failure,
         )
+        seen = replace(seen, is_rare=self._are_rare(refused, found, origin))
         if not found or filler is None:
             return seen
         odd = self._odd(found, filler, _ABSURD if origin else _FAR, refused.nan_is_usual)
@@ -252,6 +255,30 @@ class Search:
 
         found = by_rows.guilty(sum(counts) if all(counts) else 0, breaks)
         return [key for place, key in enumerate(keys, first) if place in found]
+
+    def _are_rare(self, refused: Transaction, found: Sequence[Key], origin: Origin | None) -> bool:
+        """Whether rows alone break an operation of data, and hardly any of a hundred others for each of them does."""
+        keys = refused.update.keys
+        may_be = origin is not None and self._may_be_rare(keys, found, origin)
+        others, draw, count = set[int](), _CONTROLS, len(found) if may_be else 0
+        most = count + (2 * sum(map(len, keys)) <= _RARE)  # of a large draw many rows may break
+        while self._on_any(len(others) < _RARE * count <= _RARE * most) and draw < _MOST_DRAWS:
+            drawn = self._others(keys, draw)
+            tried = self._replayed(refused, drawn)
+            count, draw = count + (may_be and _would_refuse(refused, tried)), draw + 1
+            others.update(key.row for key in drawn)
+        return may_be and len(others) >= _RARE * count and count <= most
+
+    def _may_be_rare(self, keys: Sequence[Sequence[Key]], found: Sequence[Key], origin: Origin) -> bool:
+        is_data = origin.is_of_data and origin.phase == "forward" and not (origin.was_given or origin.after)
+        if not is_data or not 0 < len(found) <= _FEW:
+            return False
+        reached = max((math.prod(one["shape"]) for one in origin.inputs), default=0)
+        if reached < min(map(len, keys), default=0):  # hardly any row has got to that line
+            return False
+        known = {key.row for key in found} | self._samples.stream.quarantined
+        is_few = _RARE * len(known) <= min(self._samples.rows, _RARE * _RARE)
+        return is_few and not self._is_tried(origin.culprit)
 
     def _replayed(self, refused: Transaction, keys: Sequence[Key] | None = None, *, watched: bool = False) -> Replayed:
         """Replay a refused update, or other rows in the places of its own."""

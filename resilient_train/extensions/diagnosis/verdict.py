@@ -82,6 +82,7 @@ class Origin:
     op: str
     line: Line | None
     call: int = -1  # its number in its forward
+    is_of_data: bool = False  # all that it was given comes from the batch
     phase: str = "forward"  # or backward
     kind: str = ""  # nan, inf; domain or error, if it raised
     inputs: tuple[Mapping[str, Any], ...] = ()
@@ -108,6 +109,7 @@ class Observations:
     is_tried: bool = False  # it, or the patched one that it is a consequence of, is patched or cannot be
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, Facts] = field(default_factory=dict)  # by row of `rows`: which of its values are unusual
+    is_rare: bool = False  # an operation of data alone breaks on `rows`, and on hardly any other
     batch_is_bad: bool = False  # it holds values that are not finite
     failure: Facts = ()  # why a replay was impossible
     # What was known before: the same on all ranks.
@@ -168,8 +170,10 @@ def merge_ranks(observed: Sequence[Observations]) -> Observations:
     failure = next((one.failure for one in observed if one.failure), ())
     if not again:
         return Observations(failure=failure)
+    places = {tuple(one.where.values()) for one in again if one.where is not None}
     return replace(
         next((one for one in again if one.origin), again[0]),
+        is_rare=len(places) == 1 and all(one.is_rare for one in again if one.rows or one.origin),
         everywhere=any(one.everywhere for one in again),
         is_compared=any(one.is_compared for one in again),
         rows=tuple(sorted({row for one in again for row in one.rows})),
@@ -217,6 +221,8 @@ def of_nonfinite(seen: Observations) -> Diagnosis:
         return Diagnosis(Cause.EXPLOSION, fact("every_batch_breaks", where=where))
     if origin is None:
         return _of_unseen(seen)
+    if seen.is_rare and not seen.everywhere and not seen.overflows:
+        return _on_rare_rows(seen, fact("row_breaks", where=where), on_operation(origin))
     if origin.op == "ctc_loss" and seen.blamed and origin.after is None and not seen.overflows:
         return on_bad_rows(dict.fromkeys(seen.blamed, fact("no_loss", where=where)))
     if origin.after is not None:  # what fails on the values of a patch is not the fault of its own line
@@ -239,12 +245,20 @@ def _of_unseen(seen: Observations) -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN, fact("reproducible", failure=[*seen.failure]))
 
 
+def _on_rare_rows(seen: Observations, why: Facts, how: Facts = ()) -> Diagnosis:
+    """Blame what rows give an operation of data alone: a value in its place would be made up, like data."""
+    found = on_bad_rows(dict.fromkeys(seen.blamed, why))
+    return seen.with_line(replace(found, advice=found.advice + fact("or_fix_line", how=how)), patchable=False)
+
+
 def of_error(seen: Observations) -> Diagnosis:
     """Explain an exception of user code: in most cases one that other batches at the same weights do not raise."""
     origin, rows, where, error = seen.origin, [*seen.blamed], seen.where, seen.error
     has_value = origin is not None and (origin.kind == "domain" or family(origin.op) in HAVE_VALUES)
     if seen.blames_rows:
         return on_bad_rows(seen.odd)
+    if origin is not None and origin.kind == "error" and seen.is_rare and rows:
+        return _on_rare_rows(seen, fact("row_raises", where=where, error=error))
     is_of_nonfinite = origin is not None and origin.kind in ("nan", "inf")
     if seen.landed < _FIRST and seen.is_thrown and (has_value or is_of_nonfinite):
         return Diagnosis(Cause.EXPLOSION, fact("every_batch_breaks", where=where))
