@@ -10,16 +10,7 @@ from resilient_train.command import no_run, parser_of
 from resilient_train.command.terminal import print_line
 from resilient_train.durable.endings import CHECKPOINTS, is_run
 from resilient_train.durable.journal import JOURNAL
-from resilient_train.durable.manifest import (
-    CANDIDATE,
-    DEMOTED,
-    VERIFIED,
-    WEIGHTS,
-    Damaged,
-    Entry,
-    entries_of,
-    verify,
-)
+from resilient_train.durable.manifest import CANDIDATE, DEMOTED, VERIFIED, WEIGHTS, Damaged, Entry, entries_of, verify
 from resilient_train.durable.run_history import history_of
 
 _HELP = """\

@@ -20,15 +20,7 @@ from resilient_train.core.state import Clock, RunState
 from resilient_train.core.transaction import Transaction, Update
 from resilient_train.core.updater import Updater
 from resilient_train.core.vitals import Metrics
-from resilient_train.ground.types import (
-    Anomaly,
-    Diagnosis,
-    Facts,
-    Incident,
-    Signal,
-    Vitals,
-    by_signal,
-)
+from resilient_train.ground.types import Anomaly, Diagnosis, Facts, Incident, Signal, Vitals, by_signal
 
 T = TypeVar("T")
 Computed = tuple[torch.Tensor, Metrics]  # a loss whose backward was made, and what the objective reports

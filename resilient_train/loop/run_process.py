@@ -11,17 +11,7 @@ from zlib import crc32
 from resilient_train.core.transaction import Update
 from resilient_train.durable.progress import Doing
 from resilient_train.ground.errors import RanksDiffer, StorageFailed, TrainError
-from resilient_train.ground.types import (
-    Action,
-    Anomaly,
-    Cause,
-    Decision,
-    Diagnosis,
-    Facts,
-    Outcome,
-    Signal,
-    fact,
-)
+from resilient_train.ground.types import Action, Anomaly, Cause, Decision, Diagnosis, Facts, Outcome, Signal, fact
 from resilient_train.ground.wording import log, say
 from resilient_train.parts.run import Run
 from resilient_train.processes.world import odd_ones

@@ -6,14 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resilient_train.ground.files import conf
-from resilient_train.ground.reader import (
-    AccelerateConfig,
-    ClipConfig,
-    DataConfig,
-    DiskConfig,
-    MemoryConfig,
-    limited,
-)
+from resilient_train.ground.reader import AccelerateConfig, ClipConfig, DataConfig, DiskConfig, MemoryConfig, limited
 from resilient_train.report.tracker import TrackingConfig
 
 CONF = conf()

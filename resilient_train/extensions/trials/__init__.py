@@ -37,16 +37,7 @@ from resilient_train.extensions.trials.arithmetic import (
     learns,
 )
 from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line
-from resilient_train.ground.types import (
-    NO_LIMIT,
-    OUTSIDE,
-    Action,
-    Anomaly,
-    Decision,
-    Signal,
-    Tried,
-    by_signal,
-)
+from resilient_train.ground.types import NO_LIMIT, OUTSIDE, Action, Anomaly, Decision, Signal, Tried, by_signal
 from resilient_train.ground.wording import log, say
 from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_out_of_memory
