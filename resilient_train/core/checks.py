@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from resilient_train.core.episode import Episode, Reference, ReferenceConfig, Standing
 from resilient_train.core.limit import GradLimit, LimitConfig, Refusals, loss_limit
 from resilient_train.core.loss import Alarm, Jump, JumpConfig, Level, PlainState, load, plain
-from resilient_train.ground.types import NO_LIMIT, SPIKES, Anomaly, Facts, Signal, Vitals, fact
+from resilient_train.ground.types import LARGEST_NORM, NO_LIMIT, SPIKES, Anomaly, Facts, Signal, Vitals, fact
 from resilient_train.ground.wording import log
 
 REMEMBERED = 10_000  # updates: further back than the memory snapshots of a run reach
@@ -176,6 +176,8 @@ class Checks:
             return _refused(vitals, vitals.refused, _measured(vitals))
         if step in self.declared:  # a reference from after it still holds: a rewind may cross it again
             self.start_over(ends_episode=self.episode.reference is None or self.episode.reference.step <= step)
+            if spike is not None and vitals.grad_norm > LARGEST_NORM:  # no limit allows it
+                return _refused(vitals, spike, _measured(vitals))
             return Finding(repeat=spike is not None)
         return Finding(self._judge_landed(vitals)) if spike is None else self._judge_refused(vitals, spike)
 

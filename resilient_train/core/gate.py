@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from resilient_train.ground.errors import TrainError, named_type
-from resilient_train.ground.types import NO_LIMIT
+from resilient_train.ground.types import LARGEST_NORM, NO_LIMIT
 
 
 class Agreement:
@@ -35,9 +35,6 @@ class Agreement:
             return measured, None
         largest = table.amax(dim=0)
         return torch.cat([table[:, :1].mean(0), largest[1:2], measured[2:], largest[2:]]), table
-
-
-LARGEST_NORM = 2.0**63  # its square is near the end of float32: beyond it moments would be infinite
 
 
 class Gate(ABC):
@@ -197,7 +194,8 @@ class CopyGate:
             loss, norm = self.loss + loss, torch.hypot(self.norm, norm)
         self.loss, self.norm = loss, norm
         self.steps[optimizer] += 1
-        self.rates = settings
+        pairs = zip([*self.rates, *settings[len(self.rates) :]], settings, strict=True)
+        self.rates = [max(pair, key=lambda one: float(one["lr"] or 0.0)) for pair in pairs]
         gate.limit(NO_LIMIT, limits[1])  # that of the loss is for the sum
         try:
             gate.step(measured, [optimizer])

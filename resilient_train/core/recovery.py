@@ -59,7 +59,7 @@ class Recovery:
         """
         parts, controls, checks, started = self.parts, self.controls, self.parts.checks, time.perf_counter()
         # It is one more of an incident that is only observed.
-        if self.incident_log.counts_on(parts.clock.tick, parts.clock.step):
+        if self.observes and self.incident_log.counts_on(parts.clock.tick, parts.clock.step):
             self._distrust(anomaly.since)
             return
         if judged is not None:

@@ -46,6 +46,7 @@ class Ring:
         # The newest step that was trusted before the incident, until the loss is back there; None: nothing is kept.
         self._reference_step: int | None = None
         self._branch_step = 0  # the lowest step rewound to since `_set_aside` was taken
+        self._versions: dict[str, int] = {}  # of frozen weights, when they were copied or restored
         self.copier = Copier(state.device)
         self._allowed: float | None = None  # bytes, agreed on at the first use
         self.slots = 0  # the number of snapshots that fit, as of the last `settle_slots`
@@ -64,7 +65,8 @@ class Ring:
         trained: dict[str, Any] = {"weights": {name: one for name, one in weights.items() if one.requires_grad}}
         # Only optimizers change these: they can be copied later. Frozen weights may be changed by the loop at any time.
         trained |= {name: live.pop(name) for name in list(live) if name.startswith("optimizer.")}
-        live["frozen"] = {name: weights[name] for name in weights.keys() - trained["weights"].keys() - shared.keys()}
+        known = trained["weights"].keys() | shared.keys()
+        live["frozen"] = {name: one for name, one in weights.items() if name not in known}  # in the order of all ranks
         (plain, sources), (plain_rest, rest) = taken_apart(trained), taken_apart(live)
         self.settle_slots(sum(one.nbytes for one in (*sources, *rest, *shared.values())))
         if not self.slots or not self._make_room(step):
@@ -78,10 +80,12 @@ class Ring:
 
     def _unchanged(self, weights: Mapping[str, torch.Tensor], digests: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Return the copies of frozen weights that are as in the newest snapshot, for all snapshots to share."""
+        before, self._versions = self._versions, {name: weights[name]._version for name in digests}
         if not self.snapshots:
             return {}
         newest = self.snapshots[-1]
-        same = [name for name, digest in digests.items() if newest.digests.get(name) == digest]
+        unmoved = [name for name, version in self._versions.items() if before.get(name) == version]
+        same = [name for name in unmoved if newest.digests.get(name) == digests[name]]
         copies = {name: newest.parts["weights"][name] for name in same}
         return {name: one for name, one in copies.items() if fits(one, weights[name])}
 
@@ -166,6 +170,7 @@ class Ring:
         """Restore a state. All snapshots stay."""
         self.copier.wait()
         self._state.restore(parts)
+        self._versions = {name: one._version for name, one in self._state.model.named_parameters()}
 
     def settle_slots(self, size: int) -> tuple[int, float]:
         """Agree with all ranks on how many snapshots of `size` bytes fit, at least two; drop those that do not. Returns

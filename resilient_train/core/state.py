@@ -62,18 +62,21 @@ class RunState:
 
     def restore(self, parts: Mapping[str, Tree]) -> None:
         """Restore a copy of what `live` returned, in place: tensors keep their addresses, gradients are dropped, and
-        weights and buffers that the loop has added since stay as they are.
+        what the loop has added since (weights, buffers of modules with such weights) stays as it is.
         """
         copy_pairs(pairs := self.pairs(parts["weights"]))
         if len(pairs) < len(parts["weights"]):
             log.warning("weights that were renamed, resized or removed since step %d are not rewound", parts["clock"])
         for weight in self.model.parameters():
             weight.grad = None
-        buffers = {path: dict[str, Any](module._buffers) for path, module in self.model.named_modules()}
+        added = dict(self.model.named_parameters()).keys() - parts["weights"].keys()
+        paths = tuple({name.rpartition(".")[0] for name in added})
+        modules = dict(self.model.named_modules())
+        buffers = {path: dict[str, Any](one._buffers) for path, one in modules.items() if path.startswith(paths)}
         for path, value in parts["buffers"].items():
             owner, _, name = path.rpartition(".")
             buffers.setdefault(owner, {})[name] = value
-        _restore_tables([(module._buffers, buffers[path]) for path, module in self.model.named_modules()])
+        _restore_tables([(module._buffers, buffers.get(path, {})) for path, module in modules.items()])
         for number, optimizer in enumerate(self.optimizers):
             restore_optimizer(optimizer, parts[f"optimizer.{number}"])
         self.clock.step = parts["clock"]

@@ -168,12 +168,12 @@ class EngineGuard:
     def update(self, loss: torch.Tensor) -> UpdateResult:
         """Continue after the loop's own forward and backward of a micro-batch; the last one sends the update off."""
         begun = self._require_batch("update")
-        loss, given = self._taken(begun, loss), loss
+        loss = self._taken(begun, loss)
         begun.losses.append(loss)
         if len(begun.losses) < len(begun.update.batches):
             return UpdateResult("accumulating")
         loss = loss if len(begun.losses) < 2 else mean(begun.losses)
-        self._require_gradient(given, self._updater.weights)
+        self._require_gradient(self._updater.weights)
         result = self._send_to_gate(begun, loss)
         if self._waits and self._pending is not None:  # the loop's code for what it keeps sees no refused update
             self.settle()
@@ -188,8 +188,8 @@ class EngineGuard:
         is_first, begun = not self._turn.has_stepped, self._current
         if is_first or begun is None:
             begun = self._require_batch("update")
-        loss, given = self._taken(begun, loss), loss
-        self._require_gradient(given, weights_of(optimizer))
+        loss = self._taken(begun, loss)
+        self._require_gradient(weights_of(optimizer))
         if is_first:
             if not self._judge_pending(begun):
                 return UpdateResult("refused")
@@ -209,7 +209,7 @@ class EngineGuard:
             raise TrainError(TWICE.format(verb=verb))
         return current
 
-    def _require_gradient(self, loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+    def _require_gradient(self, weights: Sequence[torch.Tensor]) -> None:
         self._adopt()  # what the loop has added has gradients, too
         if all(weight.grad is None for weight in weights):
             raise TrainError(NO_GRADIENT)

@@ -150,6 +150,7 @@ class FedSamples(Samples):
         fed.batches, fed.nbytes = None, 0
         fed.fresh.clear()
         fed.prepared.clear()
+        fed.mark = fed.mark if fed.rows else None  # else nothing goes back there
 
     def _without_quarantined(self, keys: Sequence[Key]) -> list[Key]:
         bad = self.stream.quarantined

@@ -133,8 +133,8 @@ class LoaderSamples(FedSamples):
 class IterableSamples(LoaderSamples):
     """The rows of an iterable data set, epoch after epoch, each with its own random numbers: the batches of the base.
 
-    Every rank reads all of them and keeps its share: 1, 2 or 4 processes see the same updates. The state of the data
-    set is trusted: what a shuffle buffer holds, most of them leave out.
+    Every rank reads all of them and keeps its share, so any number of processes sees the same updates. The state of the
+    data set is trusted: what a shuffle buffer holds, most of them leave out.
     """
 
     counts_batches = False

@@ -49,7 +49,8 @@ class CheckpointKeeper:
 
     def check(self) -> None:
         """Raise ConfigError on all ranks, each of which calls this, if a state could never be saved."""
-        if self._config.every and (why := self._parts.world.on_main(self._unfit)):
+        mine = self._unfit() if self._config.every else ""  # what is kept may gather its state over all ranks
+        if why := self._parts.world.on_main(lambda: mine):
             raise unusable("checkpoint.disk.every", f"the state of the run cannot be saved: {why}")
 
     def _unfit(self) -> str:

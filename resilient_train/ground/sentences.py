@@ -190,7 +190,6 @@ EVIDENCE = {
     "settings_differ": "{ranks:ranks} have different settings",
     "row_failed": "row {row:id} cannot be fetched: {error}",
     "bad_batch": "the batch holds values that are not finite",
-    "gradients_not_finite": "gradients that are not finite: {names:names} ({bad} of {count:weight})",
     "hangs": "no {phase} was finished for {seconds:.0f} s; it hangs in {where}",
     "died": "the previous process died after step {step}<skipped?, and the one before that at the same samples: they are skipped>",
     "damaged": "{name} {why}",

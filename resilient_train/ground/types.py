@@ -23,6 +23,7 @@ def _finite(value: Any) -> Any:
 
 
 NO_LIMIT = 3.4028234663852886e38  # of a loss or norm: the largest float32
+LARGEST_NORM = 2.0**63  # its square is near the end of float32: beyond it moments would be infinite
 _MAY_LAND = ("accepted", "pending")
 
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, default_collate
+from yaml import YAMLError
 
 from resilient_train.core.checks import Check, Checks, ChecksConfig
 from resilient_train.core.loss import Level
@@ -255,7 +256,10 @@ def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
     tree: Any = given
     if not isinstance(given, Mapping):
         path, hint = Path(given), "a custom policy is named by the path of its YAML file"
-        tree = load_yaml(path) if path.suffix in (".yaml", ".yml") else option("recovery", str(given), hint)
+        try:
+            tree = load_yaml(path) if path.suffix in (".yaml", ".yml") else option("recovery", str(given), hint)
+        except (OSError, YAMLError) as error:
+            raise ConfigError("recovery", path, f"cannot be read: {' '.join(str(error).split())}") from error
     try:
         return parse(tree)
     except ConfigError:  # a policy of the package may name what is not installed here

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
 import torch
@@ -100,12 +99,6 @@ def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapp
     """Average the metrics of micro-batches, each over those that reported it."""
     names = sorted({name for one in reported for name in one})
     return {name: mean([one[name] for one in reported if name in one]) for name in names}
-
-
-def nonfinite(norms: Mapping[str, float]) -> Facts:
-    """Say which weights, in order, have gradients that are not finite."""
-    names = [name for name, norm in norms.items() if not isfinite(norm)]
-    return fact("gradients_not_finite", names=names, bad=len(names), count=len(norms)) if names else ()
 
 
 @dataclass(kw_only=True)

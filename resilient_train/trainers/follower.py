@@ -249,9 +249,12 @@ class Follower(ABC):
         self._saved = [one for one in self._saved if one[0] <= since]
         for path in damaged:
             if self._is_saver and path.exists():
-                to = path.with_name(f"unverified-{path.name}")
-                log.warning("%s holds a state from after the damage began: it is renamed to %s", path, to.name)
-                path.rename(to)
+                log.warning("%s holds a state from after the damage began", path)
+                named = siblings(path.with_name(f"unverified-{path.name}"))
+                try:
+                    path.rename(next(one for one in named if not one.exists()))
+                except OSError as error:
+                    log.error("it cannot be renamed: %s", error)
 
     def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
         self._put_back(fed.settings)

@@ -225,7 +225,10 @@ class Guarding(Follower):
 
     def _evaluate(self, plain: Any, *args: Any, **more: Any) -> Any:
         self.examine()
-        return plain(*args, **more)
+        found = plain(*args, **more)
+        if isinstance(loss := found.get("eval_loss"), float):
+            self.guard.reporter.note_evaluation({"loss": loss})
+        return found
 
     def _save_checkpoint(self, plain: Any, model: Any, trial: Any) -> None:
         self.examine()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from cases import Fault, Run, decisions, default, landed, refused, rungs, trained, unknown
 from omegaconf import OmegaConf
 
@@ -148,7 +147,7 @@ def test_a_policy_of_ones_own(tmp_path: Path) -> None:
     file.write_text("ladders: {default: &usual [[skip]], data: *usual}\n")
     assert named(file).ladders["data"] == named(file).ladders["default"]
     file.write_text("ladders: !!python/name:os.system")
-    with pytest.raises(yaml.YAMLError, match="could not determine a constructor"):
+    with pytest.raises(ConfigError, match="mine.yaml: cannot be read: could not determine a constructor"):
         named(file)
 
 
@@ -156,6 +155,7 @@ def test_a_policy_of_ones_own(tmp_path: Path) -> None:
     ("name", "text", "why"),
     [
         ("balance", None, r"recovery=balance: no such option; there are aggressive, balanced,"),
+        ("missing.yaml", None, "recovery=missing.yaml: cannot be read: .* No such file"),
         ("mine.yaml", "7", "must be a mapping"),
     ],
 )

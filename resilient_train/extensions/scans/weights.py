@@ -139,7 +139,7 @@ def _sum(share: float) -> float:
 class Scan(PlainState):
     """Judges numbers that were measured of some tensors, by those of the last measurement."""
 
-    saved = ("clean_step", "base", "loose")
+    saved = ("clean_step", "base", "bounded", "loose")
     nonfinite: ClassVar = Signal.NONFINITE_WEIGHTS
     jumped: ClassVar = Signal.WEIGHTS_JUMP
 
@@ -150,6 +150,7 @@ class Scan(PlainState):
         self.clean_step = 0  # the newest step that it has seen and found clean
         # Free tensors that were not finite at first, as a minimum until it is set, and all that the loop writes itself.
         self.loose: set[str] = set()
+        self.bounded: set[str] = set()  # all that were finite once
         self.restart(kinds)
 
     def restart(self, kinds: Sequence[str]) -> None:
@@ -179,7 +180,7 @@ class Scan(PlainState):
         return found
 
     def _is_bound(self, one: Watched) -> bool:
-        return not one.is_free or (one.name in self.base and one.name not in self.loose)
+        return not one.is_free or (one.name in self.bounded and one.name not in self.loose)
 
     def excess(self, one: Watched, before: Numbers, now: Numbers) -> tuple[float, Facts]:
         """Return how many times farther than possible a tensor moved, and the evidence."""
@@ -187,6 +188,7 @@ class Scan(PlainState):
 
     def learn(self, step: int, measured: Measured, found: Found | None) -> None:
         self.loose |= {one.name for one, now in measured if not isfinite(now.largest) and not self._is_bound(one)}
+        self.bounded |= {one.name for one, now in measured if isfinite(now.largest)}
         self.paths = [Path(path.kind, momentum=path.momentum) for path in self.paths]
         if found is None:
             self.clean_step = step
