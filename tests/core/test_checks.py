@@ -195,6 +195,15 @@ def test_a_declared_change_is_no_alarm(told: str) -> None:
     assert run.alarms((loss * 2.5, norm) for loss, norm in pairs[2000:2020])[0].signal is Signal.LOSS_SPIKE
 
 
+def test_a_norm_beyond_every_limit_is_refused_at_a_declared_step_too() -> None:
+    """To repeat such an update would refuse it again, without an end."""
+    run = Run()
+    run.checks.expect(3)
+    refused = Vitals(2, 1, False, 1.0, 1e30, 1e-3, 1, 2, Signal.GRAD_SPIKE)
+    found = run.checks.judge(refused)
+    assert (found.anomaly is not None, found.repeat) == (True, False)
+
+
 def test_a_way_back_over_a_declared_step_is_compared_with_what_came_after_it() -> None:
     """As weights were unfrozen there: it is no change since the damage."""
     run = Run()

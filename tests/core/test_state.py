@@ -103,6 +103,7 @@ def test_a_restored_state_is_the_same_in_the_same_memory() -> None:
 MOVES: dict[str, Callable[[Net], object]] = {
     "in place": lambda net: net.teacher.weight.lerp_(net.student.weight, 0.5),
     "without a trace": lambda net: net.teacher.weight.data.mul_(0.5).add_(net.student.weight.data, alpha=0.5),
+    "turned": lambda net: net.teacher.weight.copy_(net.teacher.weight.flip(0)),
     "replaced": lambda net: setattr(net.teacher, "weight", nn.Parameter(net.teacher.weight * 0.5, requires_grad=False)),
 }
 
@@ -143,6 +144,8 @@ def test_a_frozen_weight_that_stays_is_copied_once() -> None:
     bench = Bench().gone(3)
     assert len({id(held.parts["weights"]["teacher.weight"]) for held in bench.ring.snapshots}) == 1
     assert len({id(held.parts["weights"]["student.weight"]) for held in bench.ring.snapshots}) == 3
+    frozen = [name for name in bench.ring.snapshots[0].parts["weights"] if name.startswith("teacher")]
+    assert frozen == ["teacher.weight", "teacher.bias"], "each rank gathers shards in this order"
 
 
 def test_ranks_agree_on_how_many_snapshots_fit() -> None:

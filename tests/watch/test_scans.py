@@ -361,6 +361,7 @@ def test_reset_moments_are_a_new_base() -> None:
     layer(2.0)(run)
     run.scans.rebase()
     assert run.updates(2 * EVERY) is None
+    assert all(scan.bounded for scan in run.scans._scans.values() if scan.base), "what was finite stays known as that"
     layer(0.0)(run)
     assert run.updates(2 * EVERY) is not None
 
