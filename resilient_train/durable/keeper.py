@@ -229,7 +229,7 @@ class CheckpointKeeper:
             "remembered": {name: item.state_dict() for name, item in self.resumption.remembered.items()},
         }
 
-        def write() -> Entry:  # it holds the snapshot, whose memory is reused once nothing does
+        def write() -> Entry:  # it holds the snapshot meanwhile
             manifest = Manifest(
                 kind=VERIFIED if snapshot.verified else CANDIDATE,
                 step=step,
