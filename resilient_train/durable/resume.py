@@ -225,7 +225,7 @@ def explain_mismatch(live: Mapping[str, Tree], saved: Mapping[str, Tree]) -> str
             return f"{name!s:.80} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
     for mine, theirs in groups:
         if theirs > mine:  # the loop may have added some since
-            return f"it has {theirs} parameter groups there and {mine} here"
+            return f"it has {theirs} parameter groups there and {mine} here: add those before the guard is made"
     return ""
 
 
