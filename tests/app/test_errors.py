@@ -27,6 +27,8 @@ REFUSED = [
     ("model=gtp", "model=gtp: no such option; there are custom, gpt, "),
     ("run.steps=2.5", "run.steps=2.5: must be a whole number (at least 1)"),
     ("data.collate=5 accelerate.ddp=5", "accelerate.ddp=5: must be a mapping"),
+    ("optimzer.lr=1", "error: optimzer: no such key; there are run, "),
+    ("run=3", "error: run=3: must be a mapping"),
     ("modl=gpt", "modl=gpt: no such key; there are run, ", ", experiment"),
     ("optimizer.lr=-1", "error: optimizer._target_=torch.optim.AdamW: failed with ", "Invalid learning rate: -1"),
     ("optimizer.betas=[0.9,nan]", "optimizer.betas=[0.9, nan]: must be a list, each a finite number"),

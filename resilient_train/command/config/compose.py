@@ -76,6 +76,8 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
     with suppress(TrainError, OmegaConfBaseException):  # without them only a hint is missing
         root = composed_raw(chosen)
         node = OmegaConf.select(root, parent) if parent else root
+        if node is None:
+            return _unknown_key(parent, overrides)
         known = [str(one) for one in node if one != "hydra"] if isinstance(node, DictConfig) else []
     known += [] if parent else ["experiment"]  # which has no node unless one of its options is chosen
     hint = f"+{key}=... adds an argument of its _target_" if "_target_" in known else ""
@@ -177,8 +179,9 @@ def composed(
     swept = [*given] if sweep is not None else []
     unresolved: Any = OmegaConf.to_container(raw, resolve=False)
     raw = OmegaConf.create(unresolved)  # not read-only
-    if not isinstance(raw.data.train, Mapping):  # before other keys refer to its own
-        raise ConfigError("data.train", raw.data.train, "must be a mapping")
+    for key, node in {"run": raw.run, "data.train": raw.data.train}.items():
+        if not isinstance(node, Mapping):  # before other keys refer to its own
+            raise ConfigError(key, node, "must be a mapping")
     if raw.run.name is None:
         words = []  # what a person recognises the run by; a custom model or data set is named after its target
         for group, node in (("model", raw.model), ("data", raw.data.train)):
