@@ -97,7 +97,7 @@ class Microscope(TorchFunctionMode):
         inputs = floating(arguments)
         was = [kinds_of(one) for one in inputs] if in_place else []
         tensors = [one for one in leaves(arguments) if isinstance(one, Tensor)]
-        is_of_data = bool(tensors) and all(self._of_batch.get(one) for one in tensors)
+        is_of_data = bool(tensors) and all(one in self._of_batch and self._of_batch[one] for one in tensors)
         call = Origin(op_name(name), user_line(self._names), self._calls, is_of_data, after=self._made_up(tensors))
         self._calls += 1
         if in_place:
