@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -168,6 +169,12 @@ def objective_of(config: Config, device: torch.device) -> Measured:
             why = "has weights of its own, which would not be trained: put them into the model"
             raise ConfigError("objective._target_", node["_target_"], why)
         objective = objective.to(device)
+    try:
+        with suppress(ValueError):  # some built-ins have no signature
+            inspect.signature(objective).bind("model", "batch")
+    except TypeError as error:
+        why = f"cannot be called as (model, batch) -> loss: {error}"
+        raise ConfigError("objective._target_", node["_target_"], why) from error
     return Measured(objective, node["_target_"])
 
 
@@ -175,9 +182,10 @@ def collate_of(config: Config) -> Collate:
     node = config.data.collate
     if node is None:
         return default_collate
-    if isinstance(node, str):
-        return find("data.collate", node)  # type: ignore[no-any-return]
-    return compose.build("data.collate", node)  # type: ignore[no-any-return]
+    collate = find("data.collate", node) if isinstance(node, str) else compose.build("data.collate", node)
+    if not callable(collate):
+        raise ConfigError("data.collate", node, "is no callable (rows) -> batch")
+    return collate  # type: ignore[no-any-return]
 
 
 def _optimizers(node: dict[str, Any], model: nn.Module) -> list[Optimizer]:

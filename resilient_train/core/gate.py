@@ -155,7 +155,7 @@ class CopyGate:
         self._optimizers = optimizers
         self.steps = Counter[Optimizer]()  # of the newest update, with losses of their own
         self.loss = self.norm = torch.zeros(())  # the sums so far, of the norms as if they were one vector
-        self.rates: Sequence[Mapping[str, Any]] = ()  # the settings of each group, in the newest step
+        self.rates: Sequence[Mapping[str, Any]] = ()  # the settings of each group, in the step of its highest rate
 
     def known(self, optimizer: Any) -> Optimizer:
         for one in self._optimizers:

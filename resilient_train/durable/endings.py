@@ -28,7 +28,7 @@ LAUNCH = ".launch"  # names what may restart the newest process of a run
 
 
 def settings_of(run_dir: Path) -> Mapping[str, Any]:
-    """Read the node `run` of a configuration, or what a loop gave to its guard; nothing if that is damaged."""
+    """Read the node `run` of a configuration, or what a loop has planned; nothing if that is damaged."""
     match read_yaml(run_dir / CONFIG), read_json(run_dir / LOOP):
         case ({"run": dict(settings)}, _) | (_, dict(settings)):
             return settings

@@ -35,7 +35,7 @@ from resilient_train.durable.manifest import (
 from resilient_train.durable.tree_files import NAMES, SerializedTree, chunks, load_tree
 from resilient_train.durable.tree_files import gathered as gathered_tree
 from resilient_train.ground import files
-from resilient_train.ground.errors import ConfigError
+from resilient_train.ground.errors import ConfigError, in_one_line
 from resilient_train.ground.wording import log
 
 
@@ -158,11 +158,11 @@ def load_into(model: nn.Module, source: Path, key: str = "run.init_from") -> Non
     own = _tensors(model)
     try:
         saved = load_file(source / WEIGHTS if source.is_dir() else source)
-        odd = [name for name in sorted(own.keys() | saved.keys()) if own[name].shape != saved[name].shape]
-    except (KeyError, OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(key, source, f"has no weights that fit the model: {error!r}") from error
-    if odd:
-        raise ConfigError(key, source, f"has no weights that fit the model: {odd[0]} has another shape")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(key, source, f"has no weights that can be read: {in_one_line(error)}") from error
+    here, there = ({name: one.shape for name, one in some.items()} for some in (own, saved))
+    if odd := sorted({*here.items()} ^ {*there.items()}):
+        raise ConfigError(key, source, f"has no weights that fit the model: {odd[0][0]} is missing or of another shape")
     for name, tensor in own.items():
         tensor.copy_(saved[name])
 

@@ -488,7 +488,7 @@ class Guard(EngineGuard):
     def _on_accepted(self) -> None:
         run, home = self._parts, self.reporter.place
         run.ring.best_step = run.best.step  # whose state is kept
-        if self.clock.step == 1:  # optimizers have their moments now
+        if self.clock.step == 1 and not run.updates.rewinds:  # optimizers have their moments now
             self._keeper.check()
             log.info("%s", snapshots_in_words(run.ring, run.state))
             if home.directory is not None and self.samples.rows:

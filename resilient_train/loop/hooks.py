@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -52,6 +53,7 @@ class DirectStepCheck:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.running: str | None = None  # "loop" or "guard"
         self._before: str | None = None
+        _watch_steps()
         for optimizer in optimizers:
             _step_checks[optimizer] = self  # in the place of that of an earlier guard
 
@@ -73,7 +75,10 @@ def _check_step(optimizer: Optimizer, *_: Any) -> None:
         )
 
 
-register_optimizer_step_pre_hook(_check_step)  # one for all, as optimizers with hooks of their own wait in the gate
+@functools.cache
+def _watch_steps() -> None:
+    """Add one hook for all optimizers of the process: those that have hooks of their own wait in the gate."""
+    register_optimizer_step_pre_hook(_check_step)
 
 
 class TrainersClipper(Clipper):

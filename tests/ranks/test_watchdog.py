@@ -85,7 +85,7 @@ def test_a_row_that_never_comes_ends_the_process(nursery: Nursery) -> None:
     """With the user's line in an incident and all stacks in the log; what was proven is on disk.
 
     Where a worker of the data loader reads it, no line of the process that waits is the user's. The third start leaves
-    the samples out that nobody got past, names them, and is done; no other sample is lost.
+    the samples out at which the process hung, names them, and is done; no other sample is lost.
     """
     run_dir, once = nursery.place / "endless", "run.steps=43"  # one epoch: in the next the row lies among others
     arguments = [*OWN, once, "data.train._target_=test_watchdog.Endless", "run.dir=endless"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from copy import deepcopy
-from math import isfinite
+from math import inf, isfinite
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from clinic import state_faults
 from clinic.state_faults import Lion, Recipe, regress, restarts
 from resilient_train.core.loss import Every
-from resilient_train.extensions.scans.weights import NormsConfig, Path, ScanConfig
+from resilient_train.extensions.scans.weights import NormsConfig, Numbers, Path, ScanConfig, Watched, Weights
 from resilient_train.ground.types import Anomaly, Signal
 
 EVERY = 5
@@ -361,9 +361,17 @@ def test_reset_moments_are_a_new_base() -> None:
     layer(2.0)(run)
     run.scans.rebase()
     assert run.updates(2 * EVERY) is None
-    assert all(scan.bounded for scan in run.scans._scans.values() if scan.base), "what was finite stays known as that"
     layer(0.0)(run)
     assert run.updates(2 * EVERY) is not None
+
+
+def test_what_was_finite_once_is_found_right_after_a_new_base() -> None:
+    """A buffer may be NaN from the beginning, as a minimum until it is set; not after it was finite."""
+    buffer, scan = Watched("weights", "lowest", is_free=True), Weights(ScanConfig(every=1, margin=1.05))
+    assert scan.look([(buffer, Numbers(inf))]) is None
+    scan.learn(1, [(buffer, Numbers(3.0))], None)
+    scan.restart([])
+    assert scan.look([(buffer, Numbers(inf))]) is not None
 
 
 def test_what_comes_again_after_every_rewind_is_intended(info: pytest.LogCaptureFixture) -> None:

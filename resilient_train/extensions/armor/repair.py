@@ -310,4 +310,4 @@ def _moved(value: Any, limit: Any) -> Any:
     away = near * (upper - lower).clamp(max=1.0)
     inside = torch.where(limit.check(still) | still.isnan(), still, still.clamp(lower + away, upper - away))
     finite = value.nan_to_num(0.0, 0.0, 0.0)
-    return inside + (finite - finite.detach())  # with the gradient of what was there, which can learn to come back
+    return inside + (finite - finite.detach())  # with the gradient of what was there, which can learn to return
