@@ -112,19 +112,7 @@ class Level(PlainState):
     losses in a thousand. It is computed every few losses only, because it changes slowly and costs time in every step.
     """
 
-    saved = (
-        "losses",
-        "ready",
-        "median",
-        "spread",
-        "scale",
-        "first",
-        "best",
-        "rare",
-        "_outliers",
-        "_seen",
-        "_fresh",
-    )
+    saved = ("losses", "ready", "median", "spread", "scale", "first", "best", "rare", "_outliers", "_seen", "_fresh")
 
     def __init__(self, config: JumpConfig) -> None:
         self.every = config.every or _REFRESH_EVERY

@@ -90,7 +90,7 @@ class Samples(ABC):
         """Skip these positions from now on, after rewinds too."""
         if not 0 <= start < stop:
             raise ValueError(f"cannot skip [{start}, {stop}): a range needs 0 <= start < stop")
-        self.skipped.append([start, stop])
+        self.skipped.add(start, stop)
         self._batches = None
 
     def skip_only(self, spans: Iterable[Sequence[int]]) -> None:

@@ -175,7 +175,7 @@ def test_examine_takes_the_newest_checkpoint(run_command: command, capsys: pytes
     assert examine.main(["runs/first", *told]) == 0
     shutil.rmtree("runs/first/checkpoints")
     assert examine.main(["runs/first", *told]) == 2
-    assert "error: RUN_DIR=runs/first: has no weights that fit the model" in capsys.readouterr().err
+    assert "error: RUN_DIR=runs/first: has no weights that can be read" in capsys.readouterr().err
 
 
 def test_parameters_are_what_runs_are_compared_by() -> None:
