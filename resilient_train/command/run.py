@@ -206,10 +206,8 @@ class _Session:
         log.info("resilient_train %s in %s", __version__, directory.path)
         log.info("%s", world)
         self.incident_log = IncidentLog(directory.path, writes=world.is_main)
-        resume = Resume(
-            None if settings.resume in ("auto", "never") else Path(settings.resume),
-            tuple(directory.changes),
-        )
+        source = None if settings.resume in ("auto", "never") else Path(settings.resume)
+        resume = Resume(source, tuple(directory.changes))
         watchdog = Watchdog(  # from before the first line of user code
             {Phase.START: settings.start_timeout, Phase.STEP: settings.step_timeout, Phase.SAVE: settings.save_timeout},
             lambda: self.run.guard.saving_since if self.run else None,

@@ -125,14 +125,9 @@ def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> Facts:
     return fact("data_broken", bad=guilty, rows=rows, allowed=allowed) if guilty > allowed else ()
 
 
-def countable(policy: Policy, incidents: Iterable[Incident], tick: int) -> list[Incident]:
-    """Return the incidents that strikes and budgets count: none of the process, no change on purpose, and mild ones in
-    the windows of the policy, as a run may have thousands that are over.
-    """
-    within = [rung.within or 0 for ladder in policy.ladders.values() for rung in ladder]
-    oldest = tick - max(policy.budget.window, policy.budget.in_a_row, policy.forgive_after, *within)
+def countable(incidents: Iterable[Incident]) -> list[Incident]:
+    """Return the incidents that strikes and budgets count: none of the process, and no change on purpose."""
     counting = [
         one for one in incidents if not (one.diagnosis.cause is Cause.PROCESS or one.is_accepted or one.is_interrupted)
     ]
-    each = (each for one in counting for each in one.each)
-    return [one for one in each if one.anomaly.tick >= oldest or one.decision.gave_up is not None or _is_severe(one)]
+    return [each for one in counting for each in one.each]

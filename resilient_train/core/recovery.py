@@ -74,7 +74,7 @@ class Recovery:
         self._distrust(anomaly.since, reached_weights=reached_weights)
         parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
-        history = countable(self.policy, self.incident_log.incidents, parts.clock.tick)
+        history = countable(self.incident_log.incidents)
         try:
             diagnosis = self.diagnoser.explain(anomaly, update, refused, history)
         except NewRegime as why:

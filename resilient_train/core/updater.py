@@ -119,13 +119,7 @@ class Updater:
         self.has_new_weights = False  # in a group that was added, or that were frozen, since an update was sent
         self.adopt_groups()
 
-    def apply(
-        self,
-        step: int,
-        loss: torch.Tensor,
-        *,
-        rates: tuple[float, float] = (1.0, 1.0),
-    ) -> Attempt:
+    def apply(self, step: int, loss: torch.Tensor, *, rates: tuple[float, float] = (1.0, 1.0)) -> Attempt:
         """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does.
 
         `rates` multiply the learning rate: what an experiment asks, not recorded, and what counts as this update's.
@@ -143,12 +137,7 @@ class Updater:
         return Attempt(loss=loss, measured=measured, by_rank=by_rank, numbers=numbers, **known)
 
     def step_in_turn(
-        self,
-        optimizer: Optimizer,
-        step: int,
-        loss: torch.Tensor,
-        *,
-        rates: tuple[float, float] = (1.0, 1.0),
+        self, optimizer: Optimizer, step: int, loss: torch.Tensor, *, rates: tuple[float, float] = (1.0, 1.0)
     ) -> None:
         """Let one optimizer step as a part of update `step + 1`. The gradients stay."""
         norm, scale, known = self._made_ready(step, [optimizer], rates)

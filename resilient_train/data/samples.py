@@ -90,7 +90,7 @@ class Samples(ABC):
         """Skip these positions from now on, after rewinds too."""
         if not 0 <= start < stop:
             raise ValueError(f"cannot skip [{start}, {stop}): a range needs 0 <= start < stop")
-        self.skipped.add(start, stop)
+        self.skipped.append([start, stop])
         self._batches = None
 
     def skip_only(self, spans: Iterable[Sequence[int]]) -> None:
@@ -216,7 +216,7 @@ class MapSamples(Samples):
         if not failed:  # a worker that died, a disk that was away for a moment
             log.warning("data: %s; the same rows arrived at another try, and training continues", trouble)
         self.position = stop
-        return Update(start, stop, batches, keys, tuple(failed.values()))
+        return Update(start, stop, batches, keys, [*failed.values()])
 
 
 class _Plan:

@@ -7,11 +7,9 @@ Whoever changes that order raises the format of checkpoints: a position in them 
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import cycle, repeat
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -30,22 +28,10 @@ class Key(NamedTuple):
 class Ranges(list[list[int]]):
     """Ranges `[start, stop)` of positions, in the order in which they were added; they may overlap."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._by_stop: list[list[int]] = []
-
-    def add(self, start: int, stop: int) -> None:
-        self.append([start, stop])
-        insort(self._by_stop, self[-1], key=itemgetter(1))
-
-    def clear(self) -> None:
-        super().clear()
-        self._by_stop.clear()
-
     def outside(self, at: int, count: int) -> list[tuple[int, int]]:
         """Return the first `count` positions from `at` on that are in no range, as spans."""
         found = []
-        for low, high in sorted(self._by_stop[bisect_right(self._by_stop, at, key=itemgetter(1)) :]):
+        for low, high in sorted(one for one in self if one[1] > at):
             end = min(low, at + count)
             if end > at:
                 found.append((at, end))

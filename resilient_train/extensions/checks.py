@@ -196,8 +196,4 @@ class LossChecks(Extension):
     settings = MappingProxyType({"rate": RateConfig, "creep": CreepConfig, "scale": ScaleConfig})
 
     def checks(self, settings: Any) -> Mapping[str, Check]:
-        return {
-            "rate": RateRise(settings.rate),
-            "creep": Creep(settings.creep),
-            "scale": ScaleCollapse(settings.scale),
-        }
+        return {"rate": RateRise(settings.rate), "creep": Creep(settings.creep), "scale": ScaleCollapse(settings.scale)}

@@ -147,12 +147,7 @@ class FurtherRemedies(Extension):
     """Remedies of the optimizer that most runs never need."""
 
     remedies = MappingProxyType(
-        {
-            "reset_moments": ResetMoments,
-            "limit_lr": LimitLr,
-            "limit_update": LimitUpdate,
-            "mend_eps": MendEps,
-        }
+        {"reset_moments": ResetMoments, "limit_lr": LimitLr, "limit_update": LimitUpdate, "mend_eps": MendEps}
     )
 
     def build(self, run: Run) -> None:

@@ -36,10 +36,7 @@ class Watchdog:
     """A thread that ends the process if the run does not call `beat` within a limit in seconds; 0 is no limit."""
 
     def __init__(
-        self,
-        limits: dict[Phase, float],
-        saving_since: Callable[[], float | None],
-        report: Callable[[Hang], object],
+        self, limits: dict[Phase, float], saving_since: Callable[[], float | None], report: Callable[[Hang], object]
     ) -> None:
         """`report` writes down what happened."""
         self._limits, self._saving_since, self._report = limits, saving_since, report

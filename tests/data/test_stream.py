@@ -54,7 +54,7 @@ def test_skipped_ranges_are_passed_over_and_nothing_else_is(
     """What is taken is the uninterrupted pass without the skipped positions, overlapping ranges included."""
     stream = Stream(n, seed)
     for start, length in ranges:
-        stream.skipped.add(start, start + length)
+        stream.skipped.append([start, start + length])
     dead = {position for start, length in ranges for position in range(start, start + length)}
     _, stop, keys = stream.take(at, count)
     alive = [position for position in range(at, stop) if position not in dead]
