@@ -212,6 +212,7 @@ class Search:
             is_compared=is_compared,
             origin=origin,
             is_tried=origin is not None and self._is_tried((origin.after or origin).culprit),
+            is_beyond=1e18 < first.norm < math.inf,  # its square leaves float32
             batch_is_bad=not may_be_nan and any(map(by_rows.nonfinite_fields, refused.inputs)),
             failure=first.failure,
         )

@@ -110,6 +110,7 @@ class Observations:
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, Facts] = field(default_factory=dict)  # by row of `rows`: which of its values are unusual
     is_rare: bool = False  # an operation of data alone breaks on `rows`, and on hardly any other
+    is_beyond: bool = False  # the gradient is finite in doubles alone
     batch_is_bad: bool = False  # it holds values that are not finite
     failure: Facts = ()  # why a replay was impossible
     # What was known before: the same on all ranks.
@@ -238,10 +239,11 @@ def of_nonfinite(seen: Observations) -> Diagnosis:
 def _of_unseen(seen: Observations) -> Diagnosis:
     """No operation was seen to break: all that is computed may be finite."""
     rows = [*seen.rows]
-    if rows and seen.climb >= _CLIMB:
+    if rows and seen.climb >= _CLIMB and not seen.is_beyond:
         return Diagnosis(Cause.UNKNOWN, fact("ordinary_rows", rows=rows), suspects=seen.rows)
     if rows:  # whatever it is that they do
-        return Diagnosis(Cause.UNKNOWN, fact("rows_fail", rows=rows), rows=seen.rows)
+        cause = Cause.OVERFLOW if seen.is_beyond else Cause.UNKNOWN
+        return Diagnosis(cause, fact("rows_fail", rows=rows), rows=seen.rows)
     return Diagnosis(Cause.UNKNOWN, fact("reproducible", failure=[*seen.failure]))
 
 
