@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from resilient_train.core.randomness import preserved
 from resilient_train.core.transaction import Update
 from resilient_train.core.tree import leaves
-from resilient_train.data.rows import Collate, FailedRow, RepeatableBatches
+from resilient_train.data.rows import Collate, RepeatableBatches
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.stream import Key, Stream
 from resilient_train.data.trees import rebuilt
@@ -24,9 +24,6 @@ from resilient_train.ground.wording import log
 
 _MAX_BYTES = 2**28  # of kept batches: older ones are fetched again, or left out of a repetition
 _OLDER = 16  # updates to which no rewind goes back, and which a diagnosis may compare with
-
-Drawn = tuple[Sequence[int], Mapping[int, FailedRow]]  # indices of a batch's rows; those that raised, and were replaced
-UNKNOWN: Drawn = (), {}
 
 
 @dataclass(slots=True)
@@ -74,7 +71,6 @@ class FedSamples(Samples):
         self.rows = len(dataset) if dataset is not None else 0
         self.stream, self._fetcher = Stream(self.rows, 0), RepeatableBatches(dataset, collate or list)
         self.skipped = self.stream.skipped
-        self.failures = dict[int, FailedRow]()  # rows that raised when they were fetched, in whose places others are
         self._fed: deque[Fed] = deque()  # that may come again, and a few older ones
         self._kept_bytes = 0  # of all batches that are kept
         self._has_dropped = False
@@ -100,7 +96,7 @@ class FedSamples(Samples):
         if fed is self.current:
             assert self._served is not None
             self._served.batches.append(rebuilt(batch))
-            self._served.keys[:], self._served.failed[:] = fed.keys, self._replaced_in(fed)
+            self._served.keys[:] = fed.keys
         self.keep(fed, batch)
 
     def keep(self, fed: Fed, made: Any) -> None:
@@ -119,9 +115,8 @@ class FedSamples(Samples):
                 log.info("data: kept batches exceed %d MiB: %s", _MAX_BYTES >> 20, why)
             self._drop_batches(old)
 
-    def healthy(self, batch: Any, rows: Sequence[int], failed: Mapping[int, FailedRow]) -> tuple[Any, Sequence[int]]:
+    def healthy(self, batch: Any, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:
         """Return a batch that was just fetched, with others in the places of rows that are in quarantine."""
-        self.failures |= failed
         if self.stream.quarantined.isdisjoint(rows):
             return batch, rows
         keys = self._without_quarantined([Key(0, self.newest_stop, row) for row in rows])
@@ -178,11 +173,8 @@ class FedSamples(Samples):
             fed.batches = again = [self.collated(keys) for keys in healthy]
         self.keep(fed, again)
         self.position, self.current = fed.stop, fed
-        self._served = Update(fed.start, fed.stop, self.handed_out(fed), fed.keys, self._replaced_in(fed))
+        self._served = Update(fed.start, fed.stop, self.handed_out(fed), fed.keys)
         return self._served
-
-    def _replaced_in(self, fed: Fed) -> list[FailedRow]:
-        return [self.failures[row] for row in chain(*fed.rows) if row in self.failures]
 
     def handed_out(self, fed: Fed) -> list[Any]:
         """Return the batches in containers of their own: the trainer may take entries out of one."""

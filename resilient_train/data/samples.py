@@ -216,7 +216,7 @@ class MapSamples(Samples):
         if not failed:  # a worker that died, a disk that was away for a moment
             log.warning("data: %s; the same rows arrived at another try, and training continues", trouble)
         self.position = stop
-        return Update(start, stop, batches, keys, [*failed.values()])
+        return Update(start, stop, batches, keys, tuple(failed.values()))
 
 
 class _Plan:

@@ -22,12 +22,12 @@ from resilient_train.core.protocols import Computed, OnError
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.vitals import versions
 from resilient_train.extensions import Extension
-from resilient_train.ground.errors import TrainError, in_one_line, running
+from resilient_train.ground.errors import TrainError, in_one_line
 from resilient_train.ground.wording import IN_FILE_ONLY, log
 from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_lost_device
 
-_TRIED = 8  # other batches
+_TRIED = 4  # other batches
 _OURS = Path(__file__).parents[1]
 _USERS = (_OURS / "zoo", _OURS / "extensions" / "armor")  # which call what users wrote, or what they would call
 
@@ -45,8 +45,6 @@ class BatchErrors(Extension, OnError):
         begun = open_updates[-1]
         if not self._may_be_of_batch(error):
             return None
-        if "_run_ddp_forward" in running(error):  # which has sent the buffers to all ranks: until a forward ends, once
-            self._run.backend.model.require_forward_param_sync = False  # type: ignore[assignment]
         for other in self._others(open_updates):
             try:
                 computed = self._run.backend.compute(self._run.world.on_device(other))
@@ -74,15 +72,19 @@ class BatchErrors(Extension, OnError):
     def _may_be_of_batch(self, error: Exception) -> bool:
         """Whether the policy treats it, and what raised is neither ours nor the end of a device or a connection. With
         several ranks the others are in the collectives of the same backward, which cannot be begun again in the middle,
-        or of a forward, but for DistributedDataParallel.
+        or of a forward: DistributedDataParallel has none there if the model has no buffers.
         """
         is_ours = isinstance(error, TrainError) or is_lost_device(error) or self._run.world.is_of_group(error)
         if is_ours or self._run.policy.observe or not any(self._run.policy.ladders.values()):
             return False
-        is_replicated = isinstance(self._run.backend.model, DistributedDataParallel)
-        if self._run.world.size > 1 and ("_engine_run_backward" in running(error) or not is_replicated):
-            return False
-        last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if self._run.world.size > 1:
+            in_backward = any(code.co_name == "_engine_run_backward" for code in codes)
+            model = self._run.backend.model
+            is_replicated = isinstance(model, DistributedDataParallel)
+            if in_backward or not is_replicated or (model.broadcast_buffers and [*model.buffers()]):
+                return False
+        last = Path(codes[-1].co_filename)
         return not last.is_relative_to(_OURS) or any(last.is_relative_to(home) for home in _USERS)
 
     def _others(self, open_updates: Sequence[Transaction]) -> Iterator[Any]:

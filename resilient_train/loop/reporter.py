@@ -330,11 +330,13 @@ class RunReporter:
         self._is_over = True
         conclude(self._ending, self.place.incident_log, self.directory, self.tracker)
 
-    def closed(self, error: BaseException | None, planned: int | None) -> None:
-        """Report that the caller closed the loop, perhaps by an error."""
+    def closed(self, error: BaseException | None, planned: int | None, *, is_writing: bool = False) -> None:
+        """Report that the caller closed the loop, perhaps by an error; the directory is free unless it `is_writing`."""
         error = None if isinstance(error, GeneratorExit) else error
         self._finish(RunFacts(error=error, is_closed=True, planned=planned or 0))
         self.place.incident_log.close_sinks()
+        if is_writing:
+            return
         self.progress.close()
         if self.place.lock is not None:  # let another process resume in the directory
             self.place.lock.release()

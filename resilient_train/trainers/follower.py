@@ -19,7 +19,6 @@ import torch
 
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
-from resilient_train.ground.errors import running
 from resilient_train.ground.files import siblings
 from resilient_train.ground.wording import log
 from resilient_train.loop import arguments
@@ -155,15 +154,6 @@ class Follower(ABC):
     @abstractmethod
     def _measure_norm(self) -> torch.Tensor | None:
         """Clip the gradients as the trainer does, and return their norm before."""
-
-    def _computed(self, compute: Callable[..., Any], *given: Any) -> Any:
-        """Run forward and backward of a micro-batch, or of another where they raise for this one alone."""
-        try:
-            return compute(*given)
-        except Exception as error:
-            if running(error).isdisjoint(("training_step", "_engine_run_backward")):  # but in a callback
-                raise
-            return self.guard.instead(error)
 
     # What the trainer's calls become.
 

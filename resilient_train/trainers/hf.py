@@ -21,7 +21,7 @@ from resilient_train.core import randomness
 from resilient_train.data.fed import Fed
 from resilient_train.ground.errors import TrainError, named_type
 from resilient_train.loop import arguments
-from resilient_train.loop.rows_of_loader import unnumbered
+from resilient_train.loop.rows_of_loader import NumberedBatch
 from resilient_train.parts.run import Measured
 from resilient_train.trainers.follower import OLDEST, Follower, refuse_unknown_options
 
@@ -115,10 +115,13 @@ class Guarding(Follower):
     def healthy(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of an epoch, without rows that are in quarantine, and note the indices of their rows."""
         for batch in batches:
-            own, drawn = unnumbered(batch)
-            healthy, rows = self.samples.healthy(own, *drawn)
-            self.rows.append(rows)
-            yield own if rows is drawn[0] else send_to_device(healthy, self.trainer.args.device)
+            if not isinstance(batch, NumberedBatch):
+                self.rows.append(())
+            else:
+                healthy, rows = self.samples.healthy(batch.own, batch.rows)
+                self.rows.append(rows)
+                batch = healthy if rows is batch.rows else send_to_device(healthy, self.trainer.args.device)
+            yield batch
 
     def _step(self, plain: Any, closure: Any = None) -> None:
         trainer, place = self.trainer, self._place()
@@ -142,7 +145,7 @@ class Guarding(Follower):
         trainer.current_gradient_accumulation_steps = place.share
         trainer.accelerator.gradient_state._set_sync_gradients(is_last)
         with nullcontext() if is_last else trainer.accelerator.no_sync(model=model):
-            loss: torch.Tensor = self._computed(self._plain_step, model, batch, place.items) * place.share
+            loss: torch.Tensor = self._plain_step(model, batch, place.items) * place.share
         return loss
 
     def _measure_norm(self) -> torch.Tensor | None:
@@ -198,7 +201,7 @@ class Guarding(Follower):
             self.loss_before = self.trainer._tr_loss.clone()
         batch = self.take(inputs, self.place, self.rows.pop(0))
         self.number = len(self.fed.places) - 1
-        loss: torch.Tensor = self._computed(plain, model, batch, num_items_in_batch)
+        loss: torch.Tensor = plain(model, batch, num_items_in_batch)
         self.note(loss * self.trainer.current_gradient_accumulation_steps)  # of which it is a share
         return loss
 

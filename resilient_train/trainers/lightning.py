@@ -24,10 +24,10 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from resilient_train.data.fed import UNKNOWN, Fed
+from resilient_train.data.fed import Fed
 from resilient_train.ground.errors import TrainError
 from resilient_train.loop.arguments import PlacedAccelerator
-from resilient_train.loop.rows_of_loader import unnumbered
+from resilient_train.loop.rows_of_loader import NumberedBatch
 from resilient_train.parts.run import Measured
 from resilient_train.trainers.follower import Follower, refuse_unknown_options
 
@@ -66,13 +66,12 @@ class Fit(Follower):
         self._strategy, self._plugin = trainer.strategy, trainer.precision_plugin
         self._loop = loop = trainer.fit_loop.epoch_loop
         self._inner = loop.automatic_optimization
-        self._drawn = UNKNOWN  # of the newest batch
+        self._rows: list[int] = []  # of the newest batch
         self._has_gradients = False  # a micro-batch of the newest update ran backward
         self._is_quiet = False  # nothing is logged
         self._logged: Logged | None = None  # before the newest update, until that has landed
         self._output: dict[str, Any] | None = None  # of the last batch of the newest update, if it was retried
         self._replace(self._inner, "run", self._run)
-        self._replace(self._inner, "_make_closure", self._make_closure)
         self._replace(self._strategy, "backward", self._backward)
         self._replace(self._plugin, "optimizer_step", self._step)
         self._replace(self._plugin, "clip_grad_by_norm", self._clip)
@@ -126,8 +125,11 @@ class Fit(Follower):
         plain()
 
     def _unnumbered(self, batch: Any) -> Any:
-        own, self._drawn = unnumbered(batch)
-        return own
+        if isinstance(batch, NumberedBatch):
+            self._rows = [*batch.rows]
+            return batch.own
+        self._rows = []
+        return batch
 
     def _transferred(self, batch: Any) -> Any:
         """Do with rows that were fetched again what Lightning does with a batch."""
@@ -144,7 +146,7 @@ class Fit(Follower):
         return output if self._output is None else self._output
 
     def _fed(self, index: int, kwargs: Any) -> Any:
-        batch, rows = self.samples.healthy(kwargs["batch"], *self._drawn)
+        batch, rows = self.samples.healthy(kwargs["batch"], self._rows)
         if not self._is_open:
             self._has_gradients, self._output = False, None
             self._logged = Logged(self._trainer)
@@ -157,21 +159,6 @@ class Fit(Follower):
         self._has_gradients = True
         self.note(loss * self._trainer.accumulate_grad_batches)  # of which it is a share
         return result
-
-    def _make_closure(self, plain: Any, *given: Any) -> Any:
-        made = plain(*given)
-        run = made.closure
-
-        def closure() -> Any:
-            answer = self._computed(run)
-            if isinstance(answer, torch.Tensor):  # of another batch
-                self._has_gradients = True
-                self.note(answer)
-                answer = ClosureResult(answer)
-            return answer
-
-        made.closure = closure
-        return made
 
     def _step(self, plain: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
         self.norm = None
@@ -236,9 +223,8 @@ class Fit(Follower):
 
     def _loss_of(self, model: Any, batch: Any, fed: Fed) -> Any:
         kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.places[0].batch + self.number)
-        owner = self._strategy if model is self._strategy.model else model  # it runs the step in the forward of DDP
         with self._plugin.train_step_context():
-            output = owner.training_step(*kwargs.values())
+            output = model.training_step(*kwargs.values())
         return ClosureResult.from_training_step_output(output).closure_loss
 
     def _place(self) -> Place:

@@ -18,7 +18,7 @@ import torch
 from guarded import is_finite
 from kills import incidents as listed
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 pytest.importorskip("transformers")
 L = pytest.importorskip("lightning")
@@ -52,24 +52,6 @@ def ended(place: Path, model: nn.Module, logs: Any, steps: int) -> Ended:
     return Ended(sha256(model.state_dict()), repr(logs), steps, listed(directory) if directory.exists() else [], model)
 
 
-class Broken(Dataset[Any]):
-    """A row that raises when it is fetched, and one that no forward can take."""
-
-    def __init__(self, own: Any) -> None:
-        self.own = own
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-    def __getitem__(self, row: int) -> Any:
-        if row == 17:
-            raise ValueError("cannot be decoded")
-        made = self.own[row]
-        if row != 99:
-            return made
-        return {**made, "labels": made["labels"] + 10_000} if isinstance(made, dict) else (made[0], made[1] + 10_000)
-
-
 class Stream(IterableDataset[Any]):
     """Rows without an index."""
 
@@ -95,18 +77,14 @@ def hugging_face(
     counts: bool = False,
     recovery: str = "balanced",
     program: str = "llama",
-    workers: int = 0,
     **more: Any,
 ) -> Ended:
-    more["dataloader_num_workers"] = workers
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": saves} if saves else {}
     trainer = hf_programs.trainer(program, place, fault, logging_nan_inf_filter=False, **saving, **more)
     if counts:
         trainer.__class__ = CountingTrainer
     if stream:
         trainer.train_dataset = Stream()
-    if fault == "broken":
-        trainer.train_dataset = Broken(trainer.train_dataset)
     if guarded:
         assert resilient_train.hf.guard(trainer, recovery=recovery) is trainer
     trainer.train(resume_from_checkpoint=str(place / f"checkpoint-{resume}") if resume else None)
@@ -149,8 +127,6 @@ def lightning(
     fault = {"bad_rows": "rows", "hot_lr": "rate"}.get(fault, fault)
     module = (CountingNet if counts else lightning_programs.Net)(fault, schedule, at)
     rows = lightning_programs.loader((17, 99) if fault == "rows" else (), workers)
-    if fault == "broken":
-        rows = DataLoader(Broken(rows.dataset), BATCH, shuffle=True, num_workers=workers)
     path = place / f"checkpoint-step={resume}.ckpt" if resume else None
     trainer.fit(module, rows, DataLoader(lightning_programs.Rows(64), 32), ckpt_path=path)
     return ended(place, module, trainer.logger.rows, trainer.global_step)
@@ -223,16 +199,6 @@ def test_bad_rows_are_named_and_left_out_also_after_a_resume(train: Train, tmp_p
 
 
 @of_all
-@pytest.mark.parametrize("workers", [0, 1])
-def test_rows_that_raise_are_named_and_left_out(train: Train, workers: int, tmp_path: Path) -> None:
-    struck = train(tmp_path, "broken", steps=60, workers=workers)
-    found = sorted((one["signal"], one["cause"], one["outcome"], *one["rows"]) for one in struck.incidents)
-    assert found == [("exception", "data", "recovered", row) for row in (17, 99)]
-    assert struck.steps == 60
-    assert is_finite(struck.model)
-
-
-@of_all
 def test_a_run_that_is_only_observed_ends_as_a_plain_one(train: Train, tmp_path: Path) -> None:
     """The same bits and logs, NaN included, and its incidents are reported."""
     plain = train(tmp_path / "plain", "bad_rows", guarded=False)
@@ -294,8 +260,6 @@ ON_TWO_RANKS: dict[str, list[Any]] = {  # what happens to a trainer, and its inc
     "lightning+plain+": [],
     "lightning+balanced+bit_flip": [("recovered", [])],
     "lightning+balanced+bad_rows": [("recovered", [17]), ("recovered", [99])],
-    "hugging_face+balanced+broken": [("recovered", [17]), ("recovered", [99])],
-    "lightning+balanced+broken": [("recovered", [17]), ("recovered", [99])],
 }
 
 

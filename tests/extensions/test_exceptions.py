@@ -51,7 +51,7 @@ def test_what_every_batch_raises_is_a_bug(after: int) -> None:
     broken = Raising(KeyError("the bug"), after + 1)
     with pytest.raises(KeyError, match="the bug"):
         run(broken).train()
-    assert broken.calls == after + (10 if after else 9)
+    assert broken.calls == after + (6 if after else 5)
 
 
 @pytest.mark.parametrize("policy", ["off", "observe"])

@@ -285,8 +285,9 @@ def test_a_trial_that_finds_nothing_leaves_no_trace(caplog: pytest.LogCaptureFix
     assert not any("lower rates" in one.getMessage() for one in caplog.records if one.levelno > logging.DEBUG)
 
 
-def test_a_program_with_state_outside_of_the_run_has_no_race() -> None:
+def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogCaptureFixture) -> None:
     """A forward that is repeated has another loss: a trial would change that state."""
+    caplog.set_level(logging.DEBUG, "resilient_train")
     earlier = [torch.zeros(())]
 
     def objective(model: Any, batch: Any) -> Tensor:
@@ -296,6 +297,7 @@ def test_a_program_with_state_outside_of_the_run_has_no_race() -> None:
         return loss
 
     guard = train(regression(WITH, objective=objective))
+    assert "no trial: the losses of later updates cannot be reproduced" in caplog.text
     assert guard._controls.extension(Trials).updates == 2 * 11  # 16 losses twice, at steps 65 and 129
     assert not guard.incidents
 

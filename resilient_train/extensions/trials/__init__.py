@@ -168,7 +168,8 @@ class Trials(Extension, Hook):
         parts, ring, attributes = self._parts, self._parts.ring, self._parts.backend.attributes
         self._attributes = attributes.now()
         self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
-        if (state := ring.aside()) is None:  # a further copy exceeds the memory that snapshots may take
+        if (state := ring.aside()) is None:
+            log.debug("no trial: a further copy of the state exceeds the memory that snapshots may take")
             raise TrialStopped
         self._state = state
         rates = [group["lr"] for group in parts.updater.groups()]  # no state restores those of the loop or optimizer
@@ -200,9 +201,11 @@ class Trials(Extension, Hook):
         by_rank = self._parts.world.all_of([*fetched])
         self._judged = {start: fetched[start] for start in starts if all(start in one for one in by_rank)}
         if len(self._judged) < JUDGED // 2:
+            log.debug("no trial: too many of the later rows that would judge it cannot be fetched")
             raise TrialStopped
         now = self._run(1.0, 0)
-        if not now.equals(self._run(1.0, 0)):  # the program keeps state of its own
+        if not now.equals(self._run(1.0, 0)):
+            log.debug("no trial: the losses of later updates cannot be reproduced: the program keeps state of its own")
             raise TrialStopped
         return now
 
@@ -293,10 +296,11 @@ class Trials(Extension, Hook):
                         parts.updater.drop_gradients()
                     made.append(loss.detach().float())
                     del loss
-            except Exception:
+            except Exception as error:
                 if parts.world.size == 1 or is_sharded:  # there other ranks are inside of this forward
                     raise
                 has_ended = True
+                log.debug("an arm of a trial failed: %s", in_one_line(error))
             self._forwards += 1
             parts.beat()
             if parts.world.least(-float(has_ended)) < 0:
