@@ -98,6 +98,7 @@ OF_NONFINITE: list[tuple[str, Any, str, dict[str, Any], str]] = [
     ("every_batch_breaks", broke("mul", HUGE, seen=EVERYWHERE, landed=9), "explosion", {"landed": 0}, "overflows"),
     ("ordinary_rows", replace(ROW, climb=1e5), "unknown suspects", {"climb": 9.0}, "rows_fail"),
     ("rows_fail", ROW, "unknown rows", {"rows": ()}, "reproducible"),
+    ("rows_fail", replace(ROW, climb=1e5, is_beyond=True), "overflow rows", {"is_beyond": False}, "ordinary_rows"),
     ("reproducible", replace(AGAIN, failure=fact("text", text="it cannot")), "unknown", {"climb": 1e5}, "climbed"),
     ("overflows", broke("mul", HUGE), "overflow line patch", {"origin": origin("sqrt")}, "singular"),
     # A single number is patched only if it is a product of many. A loss that overflows has to stay visible.
