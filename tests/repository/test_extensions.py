@@ -24,7 +24,11 @@ SHOWN = {"diagnosis": {"__init__.py", "command/examine.py"}}
 
 
 def without(names: list[str], folder: Path) -> Path:
-    """Copy the package, its configuration and the tests of the core, without some extensions."""
+    """Copy the package, its configuration and the tests of the core, without some extensions.
+
+    All copies have the same place in turn, so that Python compiles only once what they have in common.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
     for part in ("resilient_train", "conf", "tests"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / part, folder / part, ignore=ignored)
@@ -48,9 +52,9 @@ DELETED = [
 
 
 @pytest.mark.parametrize(("names", "which"), DELETED)
-def test_the_core_stands_without_it(names: list[str], which: str, tmp_path: Path) -> None:
+def test_the_core_stands_without_it(names: list[str], which: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Without one, a scenario of each kind passes, in the long form all of `tests/core`; without any, all of these."""
-    folder = without(names, tmp_path / "copy")
+    folder = without(names, tmp_path_factory.getbasetemp() / "copy")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", which, "tests/core"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=550)

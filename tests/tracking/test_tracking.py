@@ -71,7 +71,7 @@ def history(run: dict[str, Any] | None, key: str) -> list[tuple[int, int, float]
 def outbox(run_dir: Path, params: dict[str, Any] | None = None) -> Outbox:
     run_dir.mkdir(parents=True)
     box = Outbox(run_dir / OUTBOX)
-    box.put(BEGAN, params=params or {})
+    box.put(BEGAN, key=str(run_dir), params=params or {})
     return box
 
 
