@@ -24,13 +24,11 @@ _DESCENT_WINDOWS = 2  # windows of losses in which the descent of a new run may 
 _SHARE_OF_DESCENT = 0.02  # a loss near 0 is judged by this share of its descent since the beginning
 _YOUNG_LOSSES = 12  # losses that show what is far above them all, before the range is known
 _YOUNG_MARGIN = 2.0  # times the usual thresholds, before the range is known: a young run changes fast
-_MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more
 FEW = 8  # losses; fewer show no scatter, no trend, no outliers, and no return
 _IN_TAIL = 3  # values at least that show how heavy a tail is
 _LOWEST = -float_info.max  # no loss is below it
 _HEAVIEST = 5.0  # slope of a tail
 _RARE = 100  # one in so many losses is as large
-_NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no climb
 
 
 @dataclass

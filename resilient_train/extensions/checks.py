@@ -1,4 +1,4 @@
-"""Further checks: of a loss that is high since the rate rose or climbs slowly, and of the loss scale."""
+"""Further checks: of a loss that is high since the rate rose, and of the loss scale."""
 
 from __future__ import annotations
 
@@ -6,25 +6,16 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
-from statistics import fmean, median, median_high
+from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from resilient_train.core.checks import Check, References
 from resilient_train.core.episode import Reference, ReferenceConfig, Standing, line
-from resilient_train.core.loss import FEW, Alarm, Every, deviation, without_top
+from resilient_train.core.loss import FEW, Alarm, Every, without_top
 from resilient_train.extensions import Extension
 from resilient_train.ground.reader import limited
 from resilient_train.ground.types import Facts, Vitals, fact
-
-
-@dataclass
-class CreepConfig(Every):
-    blocks: int = limited(at_least=4)
-    lag: int = limited(at_least=0)
-    share: float = limited(above=0)
-    slack: float = limited(above=0)
-    alarm: float = limited(above=0)
 
 
 @dataclass
@@ -41,9 +32,6 @@ class ScaleConfig(Every):
     lowest: float = limited(at_least=0)
 
 
-_MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
-_MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more
-_NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no climb
 _COMPARED = 16  # losses before a rate rose that those since are compared with
 _CLEAR_SIGMAS = 3.0  # of a sum of ranks
 
@@ -130,53 +118,6 @@ def are_higher(losses: Collection[float], before: Collection[float]) -> bool:
     return above - pairs / 2 >= _CLEAR_SIGMAS * sqrt(pairs * (len(losses) + len(before) + 1) / 12) and pairs > 0
 
 
-class Creep(Check):
-    """The loss climbs from block to block, though no single step is a jump."""
-
-    saved = ("_block", "_means", "_sum", "_since")
-
-    def __init__(self, config: CreepConfig) -> None:
-        self.config = config
-        self._block: list[float] = []
-        self._means: deque[float] = deque(maxlen=config.blocks + config.lag)  # of the blocks before
-        self._sum = 0.0  # sum of the spreads by which blocks were too high
-        self._since = 0  # the newest step at which no climb showed
-
-    def landed(self, step: int, vitals: Vitals, reference: References, *, is_learned: bool) -> Alarm | None:
-        config, loss = self.config, vitals.loss
-        if not config.every or not is_learned:
-            return None
-        self._block.append(loss)
-        if len(self._block) < config.every:
-            return None
-        mean = fmean(without_top(self._block))
-        self._block.clear()
-        if len(self._means) == self._means.maxlen:
-            usual = list(self._means)[: config.blocks]
-            middle, then = median_high(usual), reference(step)
-            spread = max(
-                _MAD_TO_SIGMA * deviation(usual, middle),
-                (max(usual) - middle) / 2,  # skewed losses have skewed blocks
-                config.share * (then.size if then is not None else 0.0),
-            )
-            z = (mean - middle) / spread if spread else 0.0  # the spread of a loss that is always 0 is 0
-            z = max(-_MOST_PER_BLOCK, min(_MOST_PER_BLOCK, z))
-            if z <= _NORMAL_BLOCK:
-                self._since = step - 2 * config.every  # the climb may have begun within this block
-            self._sum = max(0.0, self._sum + z - config.slack)
-        self._means.append(mean)
-        if self._sum <= config.alarm:
-            return None
-        self.forget()
-        since = max(0, self._since)
-        return Alarm(since, fact("loss_climbs", loss=loss, since=since))
-
-    def forget(self, limit: float = inf) -> None:
-        self._block.clear()
-        self._means.clear()
-        self._sum = 0.0
-
-
 class ScaleCollapse(Check):
     """The loss scale keeps falling: no update lands, or only with a scale too small to help. From its start, 2**16, ten
     overflows in a row, each of which halves it, are ordinary.
@@ -193,7 +134,7 @@ class ScaleCollapse(Check):
 
 
 class LossChecks(Extension):
-    settings = MappingProxyType({"rate": RateConfig, "creep": CreepConfig, "scale": ScaleConfig})
+    settings = MappingProxyType({"rate": RateConfig, "scale": ScaleConfig})
 
     def checks(self, settings: Any) -> Mapping[str, Check]:
-        return {"rate": RateRise(settings.rate), "creep": Creep(settings.creep), "scale": ScaleCollapse(settings.scale)}
+        return {"rate": RateRise(settings.rate), "scale": ScaleCollapse(settings.scale)}

@@ -81,6 +81,10 @@ class Verdict(NamedTuple):
 
 VERDICTS = {
     "well": Verdict(f"<odd?{_ODD}><!odd?All is well>{_SO_FAR}"),
+    "unjudged": Verdict(
+        "Whether a lower learning rate does better was not looked at",
+        to_do="Compare with a run at a tenth of the learning rate, or give Guard an objective=, with which it tries that",
+    ),
     "recovered": Verdict(f"<odd?{_ODD}><!odd?Recovered>{_SO_FAR}"),
     "recovering": Verdict("Recovering", "{last:this_incident} is open until the run has stayed healthy"),
     "observed": Verdict("Observed only"),
@@ -173,7 +177,6 @@ EVIDENCE = {
     "text": "{text}",  # of an exception, the system or the user
     "measured": "loss {loss:.4g}, gradient norm {norm:.4g}",
     "loss_outside": "loss {loss:.4g} where {low:.4g} to {high:.4g} was usual<stays?, and it stays>",
-    "loss_climbs": "loss {loss:.4g}, climbing since step {since}",
     "refused_often": "{count:update} were refused within a few steps",
     "norm_outside": "gradient norm {norm:.4g} where at most {largest:.4g} was usual",
     "off_level": "the last losses ({count}) average {mean:.4g} where {level:.4g} was usual at step {step}",
@@ -181,10 +184,10 @@ EVIDENCE = {
     "plateau": "the last losses ({count}) average {mean:.4g} <falls?and fall><thrown?after the first updates had thrown it up><stands?and do not fall>, where it began with {first:.4g}<, and the weights still change by {travel:.2g} of their norm in 25 updates>",
     "scale_fell": "the loss scale fell to {scale:.3g}",
     "not_finite": "not finite: {name} holds {value:g}< and {more} more>, of {count:tensor}",
-    "weight_jumped": "weights jumped: {name} max |w| {before:.4g} -> {now:.4g} where {updates:update} can reach {bound:.4g}",
+    "weight_jumped": "weights jumped: {name} <long?length><!long?max |w|> {before:.4g} -> {now:.4g} where {updates:update} can reach {bound:.4g}",
+    "statistics_out": "running statistics jumped: `{name}` max {before:.3g} -> {now:.3g}",
     "weight_huge": "weights jumped: {name} max |w| {before:.4g} -> {now:.4g}, the model's largest was {largest:.4g}",
     "moments_shrank": "second moments shrank: {name} sums to {before:.4g} -> {now:.4g} where {updates} updates leave {least:.4g} at least",
-    "statistics_out": "running statistics jumped: `{name}` max {before:.3g} -> {now:.3g}",
     "replicas_differ": "replicas differ: {ranks:ranks} of {size}",
     "decided_differently": "{ranks:ranks} decided differently",
     "settings_differ": "{ranks:ranks} have different settings",

@@ -60,32 +60,26 @@ def _source_files(root: Path) -> Iterator[tuple[float, Path]]:
 
 
 def synthetic(
-    kind: str = "classification",
     rows: int = 4096,
     split: str = "train",
     features: int = 64,
     classes: int = 10,
     seed: int = 0,
 ) -> TensorDataset:
-    """Make learnable rows from a fixed random teacher: the first ones are the same, however many there are.
-
-    `kind="classification"`: (float features, class), the largest score of a random two-layer network.
-    `kind="regression"`: (float features, float target), the output of such a network, with a spread of about 1.
+    """Make learnable rows (float features, class) of a fixed random teacher, the largest score of a two-layer network:
+    the first ones are the same, however many there are.
     """
     _check_split(split)
     stream = 1 if split == "train" else 3
     teacher, clean, noisy = (np.random.default_rng([seed, number]) for number in (9, stream, stream + 1))
-    if kind not in ("classification", "regression"):
-        raise ValueError(f"kind must be classification or regression, got {kind!r}")
-    outputs, hidden = (classes if kind == "classification" else 1), 32
+    hidden = 32
     first = teacher.standard_normal((features, hidden), dtype=np.float32) / features**0.5
-    second = teacher.standard_normal((hidden, outputs), dtype=np.float32) / hidden**0.5
+    second = teacher.standard_normal((hidden, classes), dtype=np.float32) / hidden**0.5
     x = clean.standard_normal((rows, features), dtype=np.float32)
     # In float64, as the last bits of a product depend on how many rows it has. 0.63: the spread of the tanh.
     scores = (np.tanh(x.astype(np.float64) @ first) @ second / 0.63).astype(np.float32)
     scores += _NOISE * noisy.standard_normal(scores.shape, dtype=np.float32)
-    targets = scores.argmax(1) if kind == "classification" else scores[:, 0]
-    return TensorDataset(torch.from_numpy(x), torch.from_numpy(targets))
+    return TensorDataset(torch.from_numpy(x), torch.from_numpy(scores.argmax(1)))
 
 
 def _check_split(split: str) -> None:

@@ -76,10 +76,9 @@ def test_python_source_predicts_every_token_once_and_splits_share_no_file(
     assert not train & held_out
 
 
-@pytest.mark.parametrize("kind", ["classification", "regression"])
-def test_synthetic_rows_depend_on_seed_split_and_index_alone(kind: str) -> None:
+def test_synthetic_rows_depend_on_seed_split_and_index_alone() -> None:
     def rows(**changed: Any) -> str:
-        data = synthetic(kind, **{"rows": 20} | changed)
+        data = synthetic(**{"rows": 20} | changed)
         return str([data[index] for index in range(20)])
 
     assert rows() == rows(rows=1000)
@@ -135,7 +134,6 @@ IDS, X = torch.zeros(2, 4).long(), torch.rand(2, 3)
     [
         (lambda: ResNet(depth=19), r"depth must be 6n\+2 .*, got 19"),
         (lambda: digits("test"), "split must be train or eval, got 'test'"),
-        (lambda: synthetic("images"), "kind must be classification or regression, got 'images'"),
         (lambda: language_model(gpt(), X), "needs integer token ids .*, got torch.float32 of shape .2, 3."),
         (lambda: language_model(gpt(), {"text": "a"}), "needs a batch with input_ids, got text"),
         (
