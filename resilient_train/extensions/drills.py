@@ -172,7 +172,7 @@ class BitFlip(TickFault):
 
 # What the states of optimizers are multiplied by: second moments, or all that SGD keeps.
 _MOMENTS = {
-    **dict.fromkeys(("exp_avg_sq", "square_avg", "sum", "exp_inf", "row_var", "col_var", "variance"), 1e-4),
+    **dict.fromkeys(("exp_avg_sq", "square_avg", "sum", "row_var", "col_var"), 1e-4),
     "momentum_buffer": 1e3,
 }
 

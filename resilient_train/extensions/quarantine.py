@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from resilient_train.core.controls import Controls
 from resilient_train.core.protocols import Effect
 from resilient_train.core.remedies import Case, Remedy
-from resilient_train.data.rows import fingerprint
 from resilient_train.durable.journal import WriteAttempts, commit_json
 from resilient_train.extensions import Extension
 from resilient_train.ground.secrets import masked_tree
@@ -48,7 +47,6 @@ class RowsLeftOut(Extension):
         directory = run.incident_log.directory  # without one there is no file
         self._file = None if directory is None else directory / QUARANTINE
         self._attempts = WriteAttempts(self._file, "this is retried with the next row")
-        self._fingerprint = cache(lambda: fingerprint(run.samples.dataset))  # type: ignore[attr-defined]
         agreed = partial(sorted, self.rows)
         run.effects.append(Effect("quarantined", self._state, self._restore, agreed=agreed, noted=self.write))
 
@@ -70,8 +68,10 @@ class RowsLeftOut(Extension):
             {"row": row, "reason": say(reason), "step": step, "incident": incident}
             for row, (reason, step, incident) in self.rows.items()
         ]
+        dataset = self._run.samples.dataset  # type: ignore[attr-defined]
+        data = {"dataset": type(dataset).__name__, "rows": len(dataset)}
         with self._attempts.attempt():
-            commit_json(self._file, {"format": _FORMAT, "data": self._fingerprint(), "rows": rows})
+            commit_json(self._file, {"format": _FORMAT, "data": data, "rows": rows})
 
     def _state(self) -> list[list[Any]]:
         return [[row, [*reason], step, incident] for row, (reason, step, incident) in self.rows.items()]

@@ -268,8 +268,6 @@ class World:
 
     def __str__(self) -> str:
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        if self.device.type == "cpu":
-            kind += f", {counted(torch.get_num_threads(), 'thread')}"
         processes = f"{self.size} processes, each" if self.size > 1 else "1 process"
         return f"{processes} on {kind}, {self.accelerator.mixed_precision or 'no'} mixed precision"
 

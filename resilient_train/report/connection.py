@@ -8,9 +8,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-from resilient_train.durable.journal import OUTBOX
 from resilient_train.ground.errors import ConfigError
 from resilient_train.ground.files import commit_text, read_json
 from resilient_train.ground.secrets import masked
@@ -41,26 +39,15 @@ class UploadCursor(dict[str, Any]):
         """Note where the run is uploaded to; what is known of its run elsewhere is forgotten."""
         destination = {"tracking_uri": tracking_uri, "experiment": experiment}
         if not destination.items() <= self.items():
-            self._forget_run()
+            for name in ("run_id", "url", "delivered"):
+                self.pop(name, None)
             self.note(**destination)
-
-    def settle(self) -> None:
-        """Note where a run trains. In a copy of a directory that is still there, it is a run of its own."""
-        here, was = str(self._directory.absolute()), self.get("place")
-        if isinstance(was, str) and was != here and Path(was, OUTBOX).exists() and not self._directory.samefile(was):
-            self._forget_run()
-            self["copy"] = uuid4().hex
-        self.note(place=here)
 
     def note(self, **facts: Any) -> None:
         """Write down more; whatever gets lost is looked up in MLflow, or uploaded a second time to the same place."""
         self.update(facts)
         with suppress(OSError):
             commit_text(self._directory / MLFLOW_JSON, json.dumps(self, indent=2) + "\n")
-
-    def _forget_run(self) -> None:
-        for name in ("run_id", "url", "delivered"):
-            self.pop(name, None)
 
 
 def locate(uri: str | None, home: Path) -> str:

@@ -53,7 +53,6 @@ class OutboxTracker(Tracker):
     def __init__(self, config: TrackingConfig, directory: Path, uri: str, params: Mapping[str, str]) -> None:
         self._config, self._directory, self._uri, self._params = config, directory, uri, params
         cursor = UploadCursor(directory)
-        cursor.settle()
         cursor.aim(masked(uri), config.experiment)
         self.uploader: subprocess.Popen[bytes] | None = None
         self._has_begun = False

@@ -111,11 +111,11 @@ class Uploader:
             experiment_id = str(found.experiment_id)
         self.cursor = UploadCursor(self.run_dir)
         self.cursor.aim(masked(self._uri), self._experiment)
-        # No other outbox begins with this entry, except those of copies of the directory.
+        # No other outbox begins with this entry, except those of copies of the directory, which are the same run.
         first = next((one for one, _ in entries(self.run_dir / OUTBOX) if one is not None), None)
         if first is None:
             raise EOFError(f"{OUTBOX} holds nothing yet")
-        key = digest_of([first, self.cursor.get("copy")])[:32]
+        key = digest_of(first)[:32]
         order = ["attributes.start_time ASC"]
         known = client.search_runs([experiment_id], f"tags.`{_KEY}` = '{key}'", order_by=order)
         runs = [one.info.run_id for one in known]

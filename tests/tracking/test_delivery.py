@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -154,28 +153,6 @@ def test_at_whatever_request_a_server_fails_nothing_is_lost_or_doubled(
     left, door.mood = 0, "pass"
     assert at > 7
     prove(run_dir, server, experiment)
-
-
-def test_a_copy_that_trains_is_a_run_of_its_own_and_a_moved_directory_is_not(tmp_path: Path, server: str) -> None:
-    config = TrackingConfig("mlflow", server, "copied", 60.0)
-    run_dir, copy, moved = (tmp_path / name for name in ("run", "copy", "moved"))
-    trained(run_dir, range(50), incidents=1)
-
-    def sent(one: Path) -> str:
-        build(config, one, tmp_path)  # as the command does when it begins to train
-        return finished(one, server, "copied")
-
-    first = sent(run_dir)
-    shutil.copytree(run_dir, copy)
-    second = sent(copy)
-    run_dir.rename(moved)
-    assert [sent(one) for one in (moved, copy, moved)] == [first, second, first]
-    client = client_of(server)
-    home = client.get_experiment_by_name("copied")
-    assert home is not None
-    assert {one.info.run_id for one in client.search_runs([home.experiment_id])} == {first, second}
-    for run_id in (first, second):
-        assert len(client.get_metric_history(run_id, "train/loss")) == 50
 
 
 def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, server: str) -> None:
