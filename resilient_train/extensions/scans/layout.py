@@ -50,9 +50,11 @@ def largest(parts: list[Tensor]) -> Sequence[Tensor]:
     return torch.maximum(torch.stack(highs), -torch.stack(lows)).unbind()
 
 
-def totals(parts: list[Tensor]) -> Sequence[Tensor]:
-    """The sum of each, where half precision would lose it as well."""
-    return [one.sum(dtype=torch.float32) for one in parts]
+# One more number of some tensors.
+TOTALS: dict[str, Callable[[list[Tensor]], Sequence[Tensor]]] = {
+    "sum": lambda parts: [one.sum(dtype=torch.float32) for one in parts],
+    "length": torch._foreach_norm,
+}
 
 
 class Layout:
@@ -100,8 +102,11 @@ class Layout:
 
     def _weights(self) -> Iterator[tuple[Watched, Any]]:
         owner = {weight: number for number, group in enumerate(self.groups()) for weight in group["params"]}
+        kinds = self.kinds()
         for weight, name in self._names().items():
-            yield Watched("weights", name, owner.get(weight), is_weight=True, is_free=weight not in owner), weight
+            group = owner.get(weight)
+            total = "length" if group is not None and kinds[group] == "SGD" else ""  # for which its bound holds, too
+            yield Watched("weights", name, group, is_weight=True, total=total, is_free=group is None), weight
 
     def _names(self) -> dict[Tensor, str]:
         names: dict[Tensor, str] = {weight: name for name, weight in self.model.named_parameters()}
@@ -122,8 +127,8 @@ class Layout:
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     for key, value in optimizer.state.get(weight, {}).items():
-                        name, is_square = f"{key} of {names[weight]}", key in SQUARES and not is_own
-                        yield Watched("optimizer", name, number, is_square=is_square, is_free=is_own), value
+                        name, total = f"{key} of {names[weight]}", "sum" if key in SQUARES and not is_own else ""
+                        yield Watched("optimizer", name, number, total=total, is_free=is_own), value
                 number += 1
 
 

@@ -13,7 +13,7 @@ from resilient_train.core import protocols
 from resilient_train.core.loss import Every
 from resilient_train.core.tree import Tree
 from resilient_train.core.vitals import Sent
-from resilient_train.extensions.scans.layout import Layout, digest, largest, measured, totals
+from resilient_train.extensions.scans.layout import TOTALS, Layout, digest, largest, measured
 from resilient_train.extensions.scans.weights import Found, Measured, Moments, Norms, Numbers, Scan, Watched, Weights
 from resilient_train.ground.types import Anomaly, Facts, Signal, fact
 from resilient_train.ground.wording import log, say
@@ -100,9 +100,9 @@ class Scans(protocols.Scans):
         device = self.layout.device
         due = [name for name, scan in self._scans.items() if scan.every and (everything or scan.is_due(self._step))]
         found = self.layout.tensors(due, kept)
-        squares = [tensor for one, tensor in found if one.is_square]
-        sizes = measured(largest, [tensor for _, tensor in found], device)
-        rows = [sizes, -measured(totals, squares, device)]  # of ranks the largest numbers count: here the smallest
+        rows = [measured(largest, [tensor for _, tensor in found], device)]
+        for total, how in TOTALS.items():  # of ranks the largest numbers count: here the smallest
+            rows.append(-measured(how, [tensor for one, tensor in found if one.total == total], device))
         if "replicas" in due:  # in numbers that float32 holds exactly: where ranks agree, the largest are the smallest
             parts = digest(self._replicated(), device).reshape(1).view(torch.int16).float()
             rows += [parts, -parts]
@@ -190,5 +190,6 @@ class Scans(protocols.Scans):
 def _of(scan: str, watched: Sequence[Watched], values: Sequence[float]) -> Measured:
     """Return the numbers of what one scan looks at, from a vector of all."""
     rest = iter(values[len(watched) :])
-    numbers = [Numbers(size, -next(rest) if one.is_square else 0.0) for one, size in zip(watched, values, strict=False)]
+    of_each = {one: -next(rest) for total in TOTALS for one in watched if one.total == total}
+    numbers = [Numbers(size, of_each.get(one, 0.0)) for one, size in zip(watched, values, strict=False)]
     return [(one, each) for one, each in zip(watched, numbers, strict=True) if one.scan == scan]

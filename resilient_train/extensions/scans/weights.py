@@ -42,13 +42,13 @@ class Watched(NamedTuple):
     name: str  # "exp_avg_sq of block.2.fc.weight"
     group: int | None = None  # the parameter group that it belongs to, counted over all optimizers
     is_weight: bool = False
-    is_square: bool = False  # a second moment
+    total: str = ""  # what else is measured of it: the sum of a second moment, the length of a weight of SGD
     is_free: bool = False  # it may hold NaN or infinities on purpose, until it was finite once
 
 
 class Numbers(NamedTuple):
     largest: float  # absolute value
-    total: float = 0.0  # the sum of second moments, which are not negative
+    total: float = 0.0  # the sum of second moments, which are not negative, or the length of a weight
 
 
 Measured = Sequence[tuple[Watched, Numbers]]
@@ -220,12 +220,15 @@ class Weights(Scan):
         if path is None or not path.is_known:
             huge = fact("weight_huge", name=one.name, before=was, now=size, largest=self._loudest)
             return size / (_LOUD * self._loudest) if self._loudest else 0.0, huge
-        moved, room = abs(size - was), self.config.margin * path.reach(was)
-        if moved <= max(room, _REMARKABLE * was):
-            return 0.0, ()
-        bound = was + room if size > was else max(was - room, 0.0)
-        jump = fact("weight_jumped", name=one.name, before=was, now=size, bound=bound, updates=path.updates)
-        return moved / room if room else inf, jump
+        worst: tuple[float, Facts] = 0.0, ()
+        for long, (was, size) in enumerate(zip(before, now, strict=True)):
+            moved, room = abs(size - was), self.config.margin * path.reach(was)
+            excess = moved / max(room, _TINY)
+            if moved > max(room, _REMARKABLE * was) and excess > worst[0]:
+                bound = was + room if size > was else max(was - room, 0.0)
+                seen = {"name": one.name, "long": long, "before": was, "now": size, "bound": bound}
+                worst = excess, fact("weight_jumped", **seen, updates=path.updates)
+        return worst
 
 
 class Moments(Scan):
@@ -235,7 +238,7 @@ class Moments(Scan):
     jumped = Signal.OPTIMIZER_RANGE
 
     def excess(self, one: Watched, before: Numbers, now: Numbers) -> tuple[float, Facts]:
-        if one.group is None or not one.is_square:
+        if one.group is None or one.total != "sum":
             return 0.0, ()
         path = self.paths[one.group]
         least = before.total * path.left / (self.config.margin * _ROUNDING**path.updates)
