@@ -427,36 +427,6 @@ def raises_once(number: int) -> Callable[..., Tensor]:
     return spoil
 
 
-class Exact(nn.Linear):
-    """A line with a width: as the data has no noise, the best width is none, which no distribution takes."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 1)
-        self.width = nn.Parameter(torch.tensor(0.1))
-
-
-def on_a_line() -> TensorDataset:
-    """What the model says at its start: it has nothing to learn but that."""
-    torch.manual_seed(0)
-    model, x = Exact(), torch.randn(256, 4)
-    return TensorDataset(x, model(x).detach())
-
-
-def narrowing(model: Any, batch: Any) -> Tensor:
-    density = torch.distributions.Normal(model(batch[0]), F.relu(model.width))
-    return torch.as_tensor(-density.log_prob(batch[1]).mean())  # type: ignore[no-untyped-call]
-
-
-def inverted(model: Any, batch: Any) -> Tensor:
-    """The matrix becomes singular with the width, and no patch has a value for its power."""
-    power = torch.linalg.matrix_power(torch.diag(F.relu(model.width - 0.05).detach().repeat(3)), -1)
-    loss: Tensor = F.mse_loss(model(batch[0]), batch[1]) + model.width.square() + 0 * power.sum()
-    return loss
-
-
-NARROWS = READ._replace(data=on_a_line, model=Exact, optimizer=partial(torch.optim.SGD, lr=2e-2), loss=narrowing)
-
-
 # ------------------------------------------------------------------------- state that a forward writes besides weights
 
 
@@ -654,8 +624,6 @@ SCENARIOS: dict[str, Scenario] = {
     "an error that does not come again": Scenario(READ, Ends("transient", "repeat", loss=0), raises_once(12)),
     "a stream without an index": Scenario(READ._replace(data=streamed, loss=of_streamed), Ends(None, "skip armor")),
     "a line that has no source": Scenario(VOLUMES, Ends(None, "skip quarantine", rows=frozenset(NO_VOLUME))),
-    # What every batch raises is patched where a patch has a value, as weights leave the domain or from the start on.
-    "a width that is learned away": Scenario(NARROWS, Ends(None, signals="exception", op="Normal")),
     # State that a forward writes besides the weights. The line is found though the loss meets it in a later update.
     "a buffer that is spoiled in place": Scenario(
         centred("in place"), Ends("corruption operation", op="div", outcomes="recovered")

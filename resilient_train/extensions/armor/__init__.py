@@ -14,11 +14,9 @@ from resilient_train.core.remedies import Case, Remedy
 from resilient_train.extensions import Extension
 from resilient_train.extensions.armor import armor
 from resilient_train.extensions.armor.ast_patch import CannotArmor
-from resilient_train.extensions.armor.repair import has_value
 from resilient_train.ground.secrets import masked_tree
 from resilient_train.ground.types import Culprit, Diagnosis, Incident
 from resilient_train.ground.wording import log
-from resilient_train.parts.code_lines import Line, line_of
 from resilient_train.parts.run import Run
 
 
@@ -43,14 +41,14 @@ class PatchedLines(Extension):
     def build(self, run: Run) -> None:
         self._run = run
         self._handled = run.handled_lines  # that were patched, or cannot be: file, line, operation; "": all of the line
-        self._raised: dict[tuple[Line | None, int], int] = {}  # by line and rewinds before: the first tick
-        run.is_patched, run.may_patch = armor.is_patched, self._may_patch
+        run.is_patched = armor.is_patched
         run.effects.append(Effect("armor", self._state, self._restore, agreed=self._agreed))
 
     def facts(self, diagnosis: Diagnosis, since: int, has_landed: bool) -> Mapping[str, Any]:
         can_patch = not has_landed and all(self._run.world.all_of(self._can_patch(diagnosis)))
         # After a line was patched an early failure does not indicate a wrong learning rate.
-        return {"armor": can_patch, **({"at_start": False} if armor.PATCHED else {})}
+        has_patched = any((one.file, one.line, one.op) in self._handled for one in armor.PATCHED)  # not an earlier run
+        return {"armor": can_patch, **({"at_start": False} if has_patched else {})}
 
     def patch(self, incident: Incident) -> None:
         culprit = incident.diagnosis.broken
@@ -83,16 +81,6 @@ class PatchedLines(Extension):
             log.warning("cannot patch `%s` at %s:%d: %s", culprit.op, culprit.file, culprit.line, why)
             return False
         return True
-
-    def _may_patch(self, error: Exception, tick: int) -> bool:
-        """Say whether a patch may help where every batch raises, and was not tried there already since the last rewind.
-        Not with other ranks, which wait in its collectives, nor with a loss scaler, for its gradients.
-        """
-        run, found = self._run, line_of(error, {})
-        first = self._raised.setdefault((found.line, run.updates.rewinds), tick)
-        is_new = tick <= first + 1  # the verdict on an update comes after the next one
-        is_plain = run.world.size == 1 and run.updater.scaler is None
-        return is_plain and is_new and (has_value(error) or found.of_distribution)
 
     def _state(self) -> Any:
         return masked_tree([asdict(patched) for patched in armor.PATCHED])
