@@ -115,7 +115,7 @@ class Struck(Trainer):  # type: ignore[misc]  # mypy runs without transformers
             matrix = [weight for weight in model.parameters() if weight.dim() == 2][-1]
             with torch.no_grad():
                 matrix.view(-1).view(torch.int32)[7] ^= 1 << 30
-        if strikes and self.fault == "raises" and self.args.process_index:
+        if self.fault == "raises" and self.args.process_index and self.state.global_step == AT:
             raise ZeroDivisionError
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         if strikes and self.fault == "nan_grad":

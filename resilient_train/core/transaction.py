@@ -24,7 +24,7 @@ class Update:
     stop: int
     batches: list[Any]
     keys: list[Sequence[Any]] = field(default_factory=list)  # of each batch; empty if rows have no index
-    failed: tuple[Any, ...] = ()  # rows that raised, and were replaced by others
+    failed: list[Any] = field(default_factory=list)  # rows that raised, and were replaced by others
 
 
 @dataclass(eq=False)

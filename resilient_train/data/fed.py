@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from resilient_train.core.randomness import preserved
 from resilient_train.core.transaction import Update
 from resilient_train.core.tree import leaves
-from resilient_train.data.rows import Collate, RepeatableBatches
+from resilient_train.data.rows import Collate, FailedRow, RepeatableBatches, Retries, with_substitutes
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.stream import Key, Stream
 from resilient_train.data.trees import rebuilt
@@ -24,6 +24,9 @@ from resilient_train.ground.wording import log
 
 _MAX_BYTES = 2**28  # of kept batches: older ones are fetched again, or left out of a repetition
 _OLDER = 16  # updates to which no rewind goes back, and which a diagnosis may compare with
+
+Drawn = tuple[Sequence[int], Sequence[FailedRow]]  # indices of a batch's rows; those that raised, and were replaced
+UNKNOWN: Drawn = (), ()
 
 
 @dataclass(slots=True)
@@ -71,6 +74,7 @@ class FedSamples(Samples):
         self.rows = len(dataset) if dataset is not None else 0
         self.stream, self._fetcher = Stream(self.rows, 0), RepeatableBatches(dataset, collate or list)
         self.skipped = self.stream.skipped
+        self.failures = dict[int, FailedRow]()  # rows that raised when they were fetched, in whose places others are
         self._fed: deque[Fed] = deque()  # that may come again, and a few older ones
         self._kept_bytes = 0  # of all batches that are kept
         self._has_dropped = False
@@ -96,7 +100,7 @@ class FedSamples(Samples):
         if fed is self.current:
             assert self._served is not None
             self._served.batches.append(rebuilt(batch))
-            self._served.keys[:] = fed.keys
+            self._served.keys[:], self._served.failed[:] = fed.keys, self._replaced_in(fed)
         self.keep(fed, batch)
 
     def keep(self, fed: Fed, made: Any) -> None:
@@ -115,13 +119,14 @@ class FedSamples(Samples):
                 log.info("data: kept batches exceed %d MiB: %s", _MAX_BYTES >> 20, why)
             self._drop_batches(old)
 
-    def healthy(self, batch: Any, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:
+    def healthy(self, batch: Any, rows: Sequence[int], failed: Sequence[FailedRow]) -> tuple[Any, Sequence[int]]:
         """Return a batch that was just fetched, with others in the places of rows that are in quarantine."""
+        self.failures |= {one.row: one for one in failed}
         if self.stream.quarantined.isdisjoint(rows):
             return batch, rows
         keys = self._without_quarantined([Key(0, self.newest_stop, row) for row in rows])
         with preserved(torch.device("cpu")):
-            return self.collated(keys), [key.row for key in keys]
+            return self._made(keys), [key.row for key in keys]
 
     def forget_before(self, position: int) -> None:
         while self._fed and self._fed[0].start < position - _OLDER * self.slicing.samples:
@@ -170,11 +175,19 @@ class FedSamples(Samples):
             healthy = [self._without_quarantined(keys) for keys in fed.keys]
             self._drop_batches(fed)
             fed.rows = [array("q", [key.row for key in keys]) for keys in healthy]
-            fed.batches = again = [self.collated(keys) for keys in healthy]
+            fed.batches = again = [self._made(keys) for keys in healthy]
         self.keep(fed, again)
         self.position, self.current = fed.stop, fed
-        self._served = Update(fed.start, fed.stop, self.handed_out(fed), fed.keys)
+        self._served = Update(fed.start, fed.stop, self.handed_out(fed), fed.keys, self._replaced_in(fed))
         return self._served
+
+    def _made(self, keys: Sequence[Key]) -> Any:
+        batch, _, failed = with_substitutes(keys, self.stream, self._fetcher, Retries())
+        self.failures |= {one.row: one for one in failed}
+        return batch
+
+    def _replaced_in(self, fed: Fed) -> list[FailedRow]:
+        return [self.failures[row] for row in chain(*fed.rows) if row in self.failures]
 
     def handed_out(self, fed: Fed) -> list[Any]:
         """Return the batches in containers of their own: the trainer may take entries out of one."""
@@ -193,6 +206,9 @@ class FedSamples(Samples):
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
         return self.at(start).keys
+
+    def batches_at(self, start: int) -> list[Any]:
+        return self.handed_out(self.at(start)) or super().batches_at(start)
 
     def starts(self, after: int, samples: int) -> list[int]:
         """Only updates that were fetched already are known."""

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
-from resilient_train.core.randomness import Purpose, mix, preserved, seed_host
+from resilient_train.core.randomness import Purpose, mix, seed_host
 from resilient_train.data.stream import Key, Stream
-from resilient_train.data.trees import rebuilt, sha256
+from resilient_train.data.trees import rebuilt
 from resilient_train.ground.errors import StorageFailed, in_one_line
 from resilient_train.ground.wording import log
 
@@ -162,7 +162,7 @@ class RepeatableBatches:
                 seed_host(seed)
                 self._first = _next_numbers()
             seed_host(seed)
-            batch = self.collate(self._plain(keys))
+            batch = self.collate(self.plain([key.row for key in keys]))
             if _next_numbers() == self._first:
                 return batch
             self._draws = True
@@ -175,42 +175,12 @@ class RepeatableBatches:
     def fetch(self, key: Key) -> Any:
         """Fetch one row, in the way in which a batch is fetched."""
         seed_host(mix(Purpose.ROW, *key))
-        return self.dataset[key.row] if self._draws else self._plain([key])[0]
+        return self.dataset[key.row] if self._draws else self.plain([key.row])[0]
 
-    def _plain(self, keys: Sequence[Key]) -> list[Any]:
-        rows = [key.row for key in keys]
+    def plain(self, rows: Sequence[Any]) -> list[Any]:
         fetch_many = getattr(self.dataset, "__getitems__", None)
         return list(fetch_many(rows)) if fetch_many else [self.dataset[row] for row in rows]
 
 
 def _next_numbers() -> tuple[float, float, float]:
     return random.random(), np.random.random(), float(torch.rand((), device="cpu"))
-
-
-_PLAIN_TYPES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
-
-
-def fingerprint(dataset: Any) -> dict[str, Any]:
-    """Return a map-style data set's class, number of rows, and the digest of the first: None if it raises, or differs
-    when it is fetched again.
-    """
-    return {"dataset": type(dataset).__name__, "rows": len(dataset), "digests": {"0": _digest_of(dataset, 0)}}
-
-
-def _digest_of(dataset: Any, row: int) -> str | None:
-    with preserved(torch.device("cpu")):
-        seen = set()
-        for _ in range(2):
-            seed_host(mix(Purpose.ROW, 0, 0, row))
-            try:
-                seen.add(sha256(rebuilt(dataset[row], _lasting)))
-            except Exception:
-                return None
-    return seen.pop() if len(seen) == 1 else None
-
-
-def _lasting(leaf: Any) -> Any:
-    """Return what is the same in the next process: the data of a row, but only the class of other objects."""
-    leaf = leaf.item() if isinstance(leaf, np.generic) else leaf
-    is_data = isinstance(leaf, _PLAIN_TYPES) or (isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject)
-    return leaf if is_data else type(leaf).__name__

@@ -127,6 +127,10 @@ class Samples(ABC):
     def keys_at(self, start: int) -> list[Sequence[Key]]:
         return self.slicing.of_this_rank(self.stream.take(start, self.slicing.samples)[2])
 
+    def batches_at(self, start: int) -> list[Any]:
+        """Make the micro-batches of an update again, or of one to come."""
+        return [self.collated(keys) for keys in self.keys_at(start)]
+
     def starts(self, after: int, samples: int) -> list[int]:
         """Return where the updates that follow the one at `after` begin, within `samples` samples."""
         each = self.slicing.samples
@@ -216,7 +220,7 @@ class MapSamples(Samples):
         if not failed:  # a worker that died, a disk that was away for a moment
             log.warning("data: %s; the same rows arrived at another try, and training continues", trouble)
         self.position = stop
-        return Update(start, stop, batches, keys, tuple(failed.values()))
+        return Update(start, stop, batches, keys, [*failed.values()])
 
 
 class _Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from inspect import isgeneratorfunction
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from resilient_train.core.randomness import Purpose, mix, seed_all, seed_host
 from resilient_train.core.transaction import Update
-from resilient_train.data.fed import Fed, FedSamples
+from resilient_train.data.fed import UNKNOWN, Drawn, Fed, FedSamples
 from resilient_train.data.rows import Collate, Retries
 from resilient_train.data.samples import Slicing
 from resilient_train.data.trees import rebuilt
@@ -78,9 +78,9 @@ class LoaderSamples(FedSamples):
         super().close()
         self._iterator = None
 
-    def fetch(self) -> list[tuple[Any, Sequence[int]]]:
-        """Fetch the micro-batches of the next update, with the indices of their rows if these are known."""
-        return [(self._next_batch(), ()) for _ in range(self.slicing.accumulation)]
+    def fetch(self) -> list[tuple[Any, Drawn]]:
+        """Fetch the micro-batches of the next update, with what is known of their rows."""
+        return [(self._next_batch(), UNKNOWN) for _ in range(self.slicing.accumulation)]
 
     def begun(self) -> Iterator[Any]:
         """Begin an epoch, with the random numbers that belong to its first batch."""
@@ -90,10 +90,10 @@ class LoaderSamples(FedSamples):
         seed_all(mix(Purpose.LOADER, self.seed, batch, self.slicing.rank), self.device)
 
     def _fetch(self) -> None:
-        drawn, mark = self.drawn, self._mark()
-        made = [self.healthy(batch, rows) for batch, rows in self.fetch()]
+        before, mark = self.drawn, self._mark()
+        made = [self.healthy(batch, *drawn) for batch, drawn in self.fetch()]
         fed = self.feed()
-        fed.drawn, fed.mark = drawn, mark
+        fed.drawn, fed.mark = before, mark
         for batch, rows in made:
             self.feed_more(fed, rebuilt(batch, copied), rows)
         fed.fresh = [rebuilt(batch) for batch, _ in made]
@@ -145,15 +145,15 @@ class IterableSamples(LoaderSamples):
         self._pristine = copy.deepcopy(dataset.state_dict())
         self._load([0, self._pristine])
 
-    def fetch(self) -> list[tuple[Any, Sequence[int]]]:
+    def fetch(self) -> list[tuple[Any, Drawn]]:
         """Read the rows of all ranks, and make this rank's batches of them."""
         first = self.drawn
         rows = [self._next_batch() for _ in range(self.slicing.samples)]
-        batches: list[tuple[Any, Sequence[int]]] = []
+        batches: list[tuple[Any, Drawn]] = []
         for number, some in enumerate(self.slicing.of_this_rank(rows)):
             place = number * self.slicing.world + self.slicing.rank  # among the micro-batches on all ranks
             seed_host(mix(Purpose.COLLATE, self.seed, first, place))
-            batches.append((self._make_batch([*some]), ()))
+            batches.append((self._make_batch([*some]), UNKNOWN))
         return batches
 
     def seed_for(self, batch: int) -> None:

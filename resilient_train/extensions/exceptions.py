@@ -2,19 +2,16 @@
 
 If another batch passes at the same weights, that one takes the place of the batch that raised, and the loss of the
 update is NaN: so every rank meets the others in its collectives, learns of the exception at the gate, and refuses the
-update, which is then examined like any other. If no batch passes it is a bug, and the run ends with its traceback,
-unless a patch has a value for what raised: the weights may have left the domain of an operation.
+update, which is then examined like any other. If no batch passes it is a bug, and the run ends with its traceback.
 """
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train.core import randomness
@@ -22,12 +19,12 @@ from resilient_train.core.protocols import Computed, OnError
 from resilient_train.core.transaction import Transaction
 from resilient_train.core.vitals import versions
 from resilient_train.extensions import Extension
-from resilient_train.ground.errors import TrainError, in_one_line
+from resilient_train.ground.errors import TrainError, in_one_line, running
 from resilient_train.ground.wording import IN_FILE_ONLY, log
 from resilient_train.parts.run import Run
 from resilient_train.processes.world import is_lost_device
 
-_TRIED = 4  # other batches
+_TRIED = 8  # other batches
 _OURS = Path(__file__).parents[1]
 _USERS = (_OURS / "zoo", _OURS / "extensions" / "armor")  # which call what users wrote, or what they would call
 
@@ -37,7 +34,6 @@ class BatchErrors(Extension, OnError):
 
     def build(self, run: Run) -> None:
         self._run = run
-        self._logged: set[str] = set()
         run.on_error.append(self)
 
     def loss_instead(self, error: Exception, open_updates: Sequence[Transaction]) -> Computed | None:
@@ -45,46 +41,36 @@ class BatchErrors(Extension, OnError):
         begun = open_updates[-1]
         if not self._may_be_of_batch(error):
             return None
+        model: Any = self._run.backend.model
+        has_sent = "_run_ddp_forward" in running(error)  # the buffers to all ranks, before it: once is enough
         for other in self._others(open_updates):
+            if has_sent:
+                model.require_forward_param_sync = False  # which the end of a forward undoes
             try:
                 computed = self._run.backend.compute(self._run.world.on_device(other))
             except Exception:
                 continue
-            self._note(begun, error)
-            return computed
-        if self._run.may_patch(error, begun.tick):
-            self._note(begun, error)
-            return self._refused()
-        return None
-
-    def _note(self, begun: Transaction, error: Exception) -> None:
-        begun.raised.append(text := in_one_line(error))
-        if text not in self._logged:
-            self._logged.add(text)
+            begun.raised.append(in_one_line(error))
             log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
-
-    def _refused(self) -> Computed:
-        """What an update comes to that the gate refuses."""
-        for weight in self._run.updater.weights:
-            weight.grad = torch.zeros_like(weight)
-        return torch.full((), math.nan, device=self._run.world.device), {}
+            return computed
+        return None
 
     def _may_be_of_batch(self, error: Exception) -> bool:
         """Whether the policy treats it, and what raised is neither ours nor the end of a device or a connection. With
         several ranks the others are in the collectives of the same backward, which cannot be begun again in the middle,
-        or of a forward: DistributedDataParallel has none there if the model has no buffers.
+        or of a forward, but for DistributedDataParallel.
         """
         is_ours = isinstance(error, TrainError) or is_lost_device(error) or self._run.world.is_of_group(error)
         if is_ours or self._run.policy.observe or not any(self._run.policy.ladders.values()):
             return False
-        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         if self._run.world.size > 1:
-            in_backward = any(code.co_name == "_engine_run_backward" for code in codes)
-            model = self._run.backend.model
+            model, inside = self._run.backend.model, running(error)
             is_replicated = isinstance(model, DistributedDataParallel)
-            if in_backward or not is_replicated or (model.broadcast_buffers and [*model.buffers()]):
+            sends = is_replicated and model.broadcast_buffers and [*model.buffers()]
+            is_after = bool(sends) and "_run_ddp_forward" not in inside  # the others are in their backward
+            if "_engine_run_backward" in inside or not is_replicated or is_after:
                 return False
-        last = Path(codes[-1].co_filename)
+        last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         return not last.is_relative_to(_OURS) or any(last.is_relative_to(home) for home in _USERS)
 
     def _others(self, open_updates: Sequence[Transaction]) -> Iterator[Any]:
@@ -94,7 +80,9 @@ class BatchErrors(Extension, OnError):
         for draw in range(_TRIED if begun.update.keys else 0):
             with randomness.preserved(self._run.world.device):  # fetching rows changes it
                 try:
-                    batch = samples.collated(samples.others(begun.update.keys[number], draw))
+                    others = samples.others(begun.update.keys[number], draw)
+                    # Where many rows are bad, hardly a batch is without; but one row may be fine.
+                    batch = samples.collated(others if draw < _TRIED / 2 else others[:1] * len(others))
                 except Exception:
                     continue
             yield batch

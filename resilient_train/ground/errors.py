@@ -136,3 +136,8 @@ def own_error(handled: BaseException | None) -> BaseException | None:
     """Return the error that is being raised; None if it is the one that the caller `handled` when its loop began."""
     error = sys.exc_info()[1]
     return None if error is handled else error
+
+
+def running(error: BaseException) -> set[str]:
+    """Return the names of the functions in which an error was raised."""
+    return {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}

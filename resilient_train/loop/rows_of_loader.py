@@ -13,7 +13,12 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
+from resilient_train.core.randomness import preserved
+from resilient_train.data.fed import UNKNOWN, Drawn
+from resilient_train.data.rows import FailedRow, RepeatableBatches, Retries, with_substitutes
 from resilient_train.data.sequential import LoaderSamples
+from resilient_train.data.stream import Key, Stream
+from resilient_train.ground.errors import StorageFailed
 
 
 class _Like:
@@ -36,26 +41,29 @@ class _Like:
 class NumberedBatch(_Like):
     """A batch and the indices of its rows, which a callback that takes it from the loader can read as the batch."""
 
-    def __init__(self, batch: Any, rows: Sequence[int]) -> None:
-        self.own, self.rows = batch, rows
+    def __init__(self, batch: Any, drawn: Drawn) -> None:
+        self.own, self.drawn = batch, drawn
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.own)
 
     def to(self, device: Any, non_blocking: bool = False, **more: Any) -> NumberedBatch:
-        return NumberedBatch(send_to_device(self.own, device, non_blocking=non_blocking), self.rows)
+        return NumberedBatch(send_to_device(self.own, device, non_blocking=non_blocking), self.drawn)
 
     def pin_memory(self, *device: Any) -> NumberedBatch:
-        return NumberedBatch(pinned(self.own, *device), self.rows)  # type: ignore[no-untyped-call]
+        return NumberedBatch(pinned(self.own, *device), self.drawn)  # type: ignore[no-untyped-call]
+
+
+def unnumbered(batch: Any) -> tuple[Any, Drawn]:
+    return (batch.own, batch.drawn) if isinstance(batch, NumberedBatch) else (batch, UNKNOWN)
 
 
 class _NumberedRows(_Like):
     def __init__(self, dataset: Any) -> None:
         self.own = dataset
 
-    def __getitems__(self, rows: Sequence[int]) -> list[tuple[int, Any]]:
-        fetch_many = getattr(self.own, "__getitems__", None)
-        return [*zip(rows, fetch_many(rows) if fetch_many else map(self.own.__getitem__, rows), strict=True)]
+    def __getitems__(self, rows: Sequence[Any]) -> list[Any]:
+        return [*rows]  # `_NumberedCollate` fetches them
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Change the data set: a callback may do so through its loader."""
@@ -63,16 +71,29 @@ class _NumberedRows(_Like):
 
 
 class _NumberedCollate:
-    def __init__(self, collate: Callable[[list[Any]], Any], count: int) -> None:
-        self.collate, self.count = collate, count
+    """Fetches rows by their indices, too, and puts others in the places of those that raise."""
 
-    def __call__(self, rows: list[tuple[Any, Any]]) -> Any:
-        batch = self.collate([row for _, row in rows])
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate, self._count, self._rows = collate, len(dataset), RepeatableBatches(dataset, collate)
+
+    def __call__(self, rows: list[Any]) -> Any:
         try:
-            numbers = [operator.index(number) for number, _ in rows]
+            numbers = [operator.index(row) for row in rows]
         except TypeError:  # a sampler may draw names or tuples
-            return batch
-        return NumberedBatch(batch, numbers) if all(0 <= number < self.count for number in numbers) else batch
+            numbers = []
+        if not numbers or not all(0 <= one < self._count for one in numbers):
+            return self.collate(self._rows.plain(rows))
+        failed: Sequence[FailedRow] = ()
+        try:
+            batch = self.collate(self._rows.plain(rows))
+        except Exception as error:
+            keys, others = [Key(0, 0, one) for one in numbers], Stream(self._count, 0)
+            try:
+                with preserved(torch.device("cpu")):
+                    batch, _, failed = with_substitutes(keys, others, self._rows, Retries())
+            except StorageFailed:
+                raise error  # noqa: B904  # which a worker can pass on
+        return NumberedBatch(batch, (numbers, failed))
 
 
 def number_rows(loader: Any) -> tuple[Any, Callable[[list[Any]], Any]] | None:
@@ -93,7 +114,7 @@ def number_rows(loader: Any) -> tuple[Any, Callable[[list[Any]], Any]] | None:
     if isinstance(dataset, _NumberedRows):  # the trainer keeps its loader
         return dataset.own, collate.collate
     base.__dict__["dataset"] = _NumberedRows(dataset)  # torch's loaders refuse a plain assignment
-    base.collate_fn = _NumberedCollate(collate, len(dataset))
+    base.collate_fn = _NumberedCollate(dataset, collate)
     return dataset, collate
 
 
@@ -140,9 +161,8 @@ class _NumberedSamples(LoaderSamples):
         for _ in range(again):
             self._next_batch()
 
-    def fetch(self) -> list[tuple[Any, Sequence[int]]]:
-        made = [batch for batch, _ in super().fetch()]
-        return [(one.own, one.rows) if isinstance(one, NumberedBatch) else (one, ()) for one in made]
+    def fetch(self) -> list[tuple[Any, Drawn]]:
+        return [unnumbered(batch) for batch, _ in super().fetch()]
 
     def begun(self) -> Iterator[Any]:
         if not self._continues:

@@ -69,15 +69,17 @@ def test_batches_that_a_loader_drew_come_again_after_a_rewind(source: str, form:
 
 
 class Rows(Dataset[Any]):
-    """Some are NaN."""
+    """Some are NaN, or raise."""
 
-    def __init__(self, bad: tuple[int, ...] = ()) -> None:
-        self.bad = bad
+    def __init__(self, bad: tuple[int, ...] = (), *, raises: bool = False) -> None:
+        self.bad, self.raises = bad, raises
 
     def __len__(self) -> int:
         return 203
 
     def __getitem__(self, row: int) -> tuple[Tensor, Tensor, int]:
+        if self.raises and row in self.bad:
+            raise ValueError("cannot be decoded")
         x = DATA[row] * (math.nan if row in self.bad else 1.0)
         return x, DATA[row].sum(0, keepdim=True), row
 
@@ -85,7 +87,8 @@ class Rows(Dataset[Any]):
 def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: tuple[int, ...] = ()) -> Any:
     """Train over a loader. Returns the weights, the rows of all batches that were handed out, and those accused."""
     draws = torch.Generator().manual_seed(5) if kind == "generator" else None
-    loader: Any = DataLoader(Rows(bad), 16, True, num_workers=workers, persistent_workers=workers > 0, generator=draws)
+    rows = Rows(bad, raises=kind == "raises")
+    loader: Any = DataLoader(rows, 16, True, num_workers=workers, persistent_workers=workers > 0, generator=draws)
     if kind == "drawn":
         loader = batches(DRAWS["torch"])
     if kind == "prepared":
@@ -100,6 +103,7 @@ def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: t
         guard.world.accelerator.backward(loss)
         guard.update(loss)
     guard.close()
+    rows.raises = False
     assert type(next(iter(loader))) is list, "the caller's own loader has changed"
     return weights_sha256(guard.state), seen, [one.diagnosis.rows for one in guard.incidents]
 
@@ -121,8 +125,10 @@ def test_a_loader_with_a_generator_yields_the_batches_of_a_plain_loop(tmp_path: 
     assert seen == expected[:50]
 
 
-@pytest.mark.parametrize("kind", ["plain", "prepared"])
-def test_bad_rows_of_a_loader_are_named_and_come_no_more(kind: str, tmp_path: Path) -> None:
-    _, seen, accused = over_rows(tmp_path, kind, 0, bad=(17, 99))
+@pytest.mark.parametrize(
+    ("kind", "workers", "times"), [("plain", 0, 2), ("prepared", 0, 2), ("raises", 0, 0), ("raises", 1, 0)]
+)
+def test_bad_rows_of_a_loader_are_named_and_come_no_more(kind: str, workers: int, times: int, tmp_path: Path) -> None:
+    _, seen, accused = over_rows(tmp_path, kind, workers, bad=(17, 99))
     assert sorted(accused) == [(17,), (99,)]
-    assert sum({17, 99} & {*rows} != set() for rows in seen) == 2
+    assert sum({17, 99} & {*rows} != set() for rows in seen) == times

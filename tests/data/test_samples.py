@@ -317,8 +317,8 @@ def test_an_update_that_failed_fails_alike_until_its_rows_are_in_quarantine(work
     samples.go_back(failed)
     samples.quarantine([4, 9])
     cured = samples.next_update()
-    assert (cured.start, cured.failed) == (failed.start, ())
-    assert all(update.failed == () for update in epoch_of(samples))
+    assert (cured.start, cured.failed) == (failed.start, [])
+    assert all(update.failed == [] for update in epoch_of(samples))
     samples.close()
 
 
