@@ -39,5 +39,6 @@ if __name__ == "__main__":
     place = Path(sys.argv[1])
     for name in sys.argv[2:]:
         library, how, fault = name.split("+")
-        ended = TRAINERS[library](place / name, fault, guarded=how != "plain", recovery=how, **MORE[library])
+        more = MORE[library] | ({"steps": 128} if fault == "hot" else {})
+        ended = TRAINERS[library](place / name, fault, guarded=how != "plain", recovery=how, **more)
         (place / f"{name}-{os.environ['RANK']}").write_text(ended.weights)

@@ -70,8 +70,7 @@ class EngineGuard:
     def updates_until(self, last: int, *, plan: int | None) -> Iterator[Any]:
         """Yield micro-batches until `last` updates are accepted; at the end of the `plan` the loss has to be back."""
         while self._continues(last, is_plan=last == plan):
-            for hook in self._hooks:
-                hook.before_update()
+            self.prepare()
             if self.stopped:  # as a hook has learned from the last update
                 break
             # Take the snapshot here, after the loop's own code for the last update (for example an EMA) has run.
@@ -91,6 +90,11 @@ class EngineGuard:
                     raise TrainError(MISSING)
             if self._turn.has_stepped:
                 self.settle()
+
+    def prepare(self) -> None:
+        """Let hooks do what they do before an update: they may take the run back."""
+        for hook in self._hooks:
+            hook.before_update()
 
     def _continues(self, last: int, *, is_plan: bool) -> bool:
         """Say whether another update follows. After the last one, wait for its verdict and scan everything first."""

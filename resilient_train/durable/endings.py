@@ -59,7 +59,7 @@ class Summary:
     first_loss: float | None = None  # the level of the first 8, to compare the final one with
     # the steps in which the loss was far lower than at the end, and their level; null if it was not
     best_level: dict[str, Any] | None = None
-    # well, recovered, observed, unrecovered, no_progress, above_best; the status if the run did not complete
+    # well, unjudged, recovered, observed, unrecovered, no_progress, above_best; the status if the run did not complete
     verdict: str | None = None
     trial_updates: int = 0  # made to try remedies: neither steps nor ticks
     why: str | None = None  # it did not complete, in one line
@@ -125,6 +125,7 @@ class RunFacts:
     planned: int = 0  # updates
     is_stalled: bool = False  # its loss did not fall
     is_above_best: bool = False  # its loss ended far above its best level
+    is_unjudged: bool = False  # a lower rate might have done better, and none could be tried
 
     summary: Mapping[str, Any] = field(default_factory=dict)
     failure: str = ""  # the error that a rank other than 0 noted
@@ -154,7 +155,7 @@ class Status:
         return "FAILED" if self.status in ("gave_up", "unrecovered") else _IN_MLFLOW.get(self.state, "FAILED")
 
 
-_VERDICTS = {"well", "recovered", "observed", "unrecovered", "no_progress", "above_best"}
+_VERDICTS = {"well", "unjudged", "recovered", "observed", "unrecovered", "no_progress", "above_best"}
 _EXIT_CODES = {"completed": 0, "closed": 0, "running": 0, "none": 2}  # others: 1; an error has its own
 _IN_MLFLOW = {"completed": "FINISHED", "closed": "FINISHED"} | dict.fromkeys(("ended", "preempted", "killed"), "KILLED")
 
@@ -212,7 +213,7 @@ def _status(run: RunFacts, state: str) -> str:
     if is_complete and run.is_stalled:
         return "no_progress"
     if is_clean:
-        return "well"
+        return "unjudged" if is_complete and run.is_unjudged else "well"
     is_open = any(one.outcome is None for one in incidents)
     return "recovering" if is_open and not is_complete else "recovered"
 

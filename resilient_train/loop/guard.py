@@ -52,7 +52,7 @@ from resilient_train.loop.reporter import REPORT_EVERY, Place, RunReporter, hold
 from resilient_train.loop.run_process import RunProcess
 from resilient_train.parts.modes import Attributes, BufferWatch, without_nan_check
 from resilient_train.parts.run import Computation, Measured, Objective, Run, mean_metrics
-from resilient_train.processes.world import World, reshard
+from resilient_train.processes.world import World, is_out_of_memory, reshard
 
 _NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
 _RECOVERED_AFTER = 50  # accepted updates at least, until an incident counts as recovered
@@ -158,8 +158,7 @@ class Guard(EngineGuard):
         marks = Marks(bare, scaler, state.kept, attributes.undone)
         direct_steps = DirectStepCheck(optimizers)
         clipper = (TrainersClipper if samples.is_fed else Clipper)(
-            clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None),
-            world.norm if state.is_sharded else None,
+            clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None), world.norm if state.is_sharded else None
         )
         updater = Updater(
             *(optimizers, rates, clipper, world.gather if world.size > 1 else None),
@@ -362,7 +361,7 @@ class Guard(EngineGuard):
             try:
                 self.let_go()  # first: what is being written ends before the directory is another process's
             finally:  # the last update may have been one too many for the policy
-                self.reporter.closed(own_error(handled), self.steps, is_writing=self.saving_since is not None)
+                self.reporter.closed(own_error(handled), self.steps)
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Note an evaluation, for the tracker and the end of the run. All ranks call it."""
@@ -399,6 +398,14 @@ class Guard(EngineGuard):
     def leave_out(self) -> None:
         """Give up the update at hand."""
         self._put_back_batch()
+
+    def instead(self, error: Exception) -> torch.Tensor:
+        """Return the loss of another batch, after its backward, if only the one at hand raises; else raise again."""
+        with self._watched():
+            if is_out_of_memory(error):  # trainers may start again with smaller batches
+                raise error
+            computed: Any = self._instead(error, self._require_batch("update"))
+        return cast(torch.Tensor, computed[0]).detach()  # a trainer adds it to a sum
 
     # For the command.
 

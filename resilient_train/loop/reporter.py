@@ -256,7 +256,7 @@ class RunReporter:
     def summary(self, ended: RunFacts, digests: tuple[str, str] | None = None) -> Summary:
         """Sum up the run at its end; `ended` says how the loop or the process ends."""
         incident_log, (weights, state) = self.place.incident_log, digests or (None, None)
-        best = None
+        best, trials = None, incident_log.effects.get("trials", {})
         if not self.updates.has_turns:
             best = self.best.left(had_incidents=bool(incident_log.of_training))
         facts = replace(
@@ -265,13 +265,14 @@ class RunReporter:
             step=self.clock.step,
             is_stalled=self._is_stalled(),
             is_above_best=best is not None,
+            is_unjudged=self._has_goal and not trials.get("raced", True),
         )
         return Summary(
             **status_of(facts).written(),
             steps=self.clock.step,
             ticks=self.clock.tick,
             steps_lost=self.clock.tick - self.clock.step,
-            trial_updates=int(incident_log.effects.get("trials", {}).get("updates", 0)),
+            trial_updates=int(trials.get("updates", 0)),
             final_loss=self.updates.recent_loss,
             first_loss=self.updates.first_loss,
             best_level=None if best is None else {"from": best.start, "to": best.stop, "loss": best.level},
@@ -283,10 +284,15 @@ class RunReporter:
             state_sha256=state,
         )
 
+    @property
+    def _has_goal(self) -> bool:
+        """Whether the loss is one that falls. The sum of opposed losses need not, nor a reward's, nor another one."""
+        return not (self.updates.has_turns or self.checks.is_changed or self.best.has_negative)
+
     def _is_stalled(self) -> bool:
-        """Say whether the loss did not fall. The sum of opposed losses need not, nor a reward's, nor another one."""
+        """Say whether the loss did not fall."""
         first, final = self.updates.first_at_most, self.updates.recent_loss
-        if self.updates.has_turns or self.checks.is_changed or self.best.has_negative:
+        if not self._has_goal:
             return False
         if first is None or final is None or self.clock.step < _JUDGED_AFTER:
             return False
@@ -330,13 +336,11 @@ class RunReporter:
         self._is_over = True
         conclude(self._ending, self.place.incident_log, self.directory, self.tracker)
 
-    def closed(self, error: BaseException | None, planned: int | None, *, is_writing: bool = False) -> None:
-        """Report that the caller closed the loop, perhaps by an error; the directory is free unless it `is_writing`."""
+    def closed(self, error: BaseException | None, planned: int | None) -> None:
+        """Report that the caller closed the loop, perhaps by an error."""
         error = None if isinstance(error, GeneratorExit) else error
         self._finish(RunFacts(error=error, is_closed=True, planned=planned or 0))
         self.place.incident_log.close_sinks()
-        if is_writing:
-            return
         self.progress.close()
         if self.place.lock is not None:  # let another process resume in the directory
             self.place.lock.release()

@@ -31,9 +31,20 @@ Objective = Callable[[Any, Any], Any]
 class Measured:
     """Calls an objective and checks what it returns: the loss must be a scalar tensor."""
 
-    def __init__(self, objective: Objective, name: str, key: str = "objective._target_") -> None:
-        """`key` is the setting that gave the objective: error messages begin with it."""
+    def __init__(
+        self,
+        objective: Objective,
+        name: str,
+        key: str = "objective._target_",
+        *,
+        clip: Callable[[], None] = lambda: None,
+        is_goal: bool = True,
+    ) -> None:
+        """`key` is the setting that gave the objective: error messages begin with it. `clip` the gradients of an update
+        where a trainer does; `is_goal`: its loss is what training lowers.
+        """
         self.objective, self.name, self.key = objective, name, key
+        self.clip, self.is_goal = clip, is_goal
         self.buffers: BufferWatch | None = None  # of the model that it is called with
         self.changes: list[Callable[[torch.Tensor], torch.Tensor]] = []  # of the loss in training, as in a drill
 
@@ -107,8 +118,6 @@ class Run(RunParts):
     best: BestLevel
     sinks: list[Any] = field(default_factory=list)  # an `extensions.Sink` each
     is_patched: Callable[[str, int, str], bool] = lambda file, line, op: False  # whether what breaks there is repaired
-    # Whether a patch has a value where every batch raises such an error, first met at such a tick.
-    may_patch: Callable[[Exception, int], bool] = lambda error, tick: False
     handled_lines: set[tuple[str, int, str]] = field(default_factory=set)  # of operations: patched, or cannot be
     backend: Computation
     buffers: BufferWatch

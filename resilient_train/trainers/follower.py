@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ import torch
 
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
+from resilient_train.ground.errors import running
 from resilient_train.ground.files import siblings
 from resilient_train.ground.wording import log
 from resilient_train.loop import arguments
@@ -51,6 +53,7 @@ class Follower(ABC):
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
         self.number = 0  # of the micro-batch that is run or replayed, in its update
         self._replay = 0  # which replay it is
+        self._is_substituting = False
         self._is_open = False  # the trainer has fetched the newest update, and made no step yet
         self._loss: torch.Tensor | None = None  # of the newest micro-batch, until the next one begins
         self._saved: list[tuple[int, Path]] = []  # accepted updates, and checkpoints of the trainer after them
@@ -152,8 +155,25 @@ class Follower(ABC):
         """Run the forward of a micro-batch for a replay."""
 
     @abstractmethod
+    def _unseen(self) -> AbstractContextManager[None]:
+        """Surround what is computed without the trainer, and leave what it counts and logs as it is."""
+
+    @abstractmethod
     def _measure_norm(self) -> torch.Tensor | None:
         """Clip the gradients as the trainer does, and return their norm before."""
+
+    def _computed(self, compute: Callable[..., Any], *given: Any) -> Any:
+        """Run forward and backward of a micro-batch, or of another where they raise for this one alone."""
+        try:
+            return compute(*given)
+        except Exception as error:
+            if running(error).isdisjoint(("training_step", "_engine_run_backward")):  # but in a callback
+                raise
+            self._is_substituting = True
+            try:
+                return self.guard.instead(error)
+            finally:
+                self._is_substituting = False
 
     # What the trainer's calls become.
 
@@ -165,6 +185,7 @@ class Follower(ABC):
             self.fed, self._loss, self._is_open = self.samples.feed(), None, True
         self.samples.feed_more(self.fed, batch, rows)
         self.fed.places.append(place)
+        self.number = len(self.fed.places) - 1
         if self._loss is not None:
             self.guard.update(self._loss)
         return next(self._batches)
@@ -180,6 +201,9 @@ class Follower(ABC):
         assert self._loss is not None, "no forward and backward before the step"
         try:
             loss = None if self._landed(fed, self._loss) else self.catch_up()
+            self.guard.prepare()
+            if self.samples.is_behind:  # a lower rate did better
+                loss = self.catch_up()
         finally:  # also where the policy gives up
             self._rename_damaged()
         self._put_back(fed.settings)
@@ -192,14 +216,21 @@ class Follower(ABC):
 
     def _measured(self, model: Any, batch: Any) -> torch.Tensor:
         """Return the loss of a batch for a replay, which leaves what the trainer counts as it is."""
-        self.number = self.number + 1 if self._replay == self._seeds.times else 0
+        if not self._is_substituting:  # which another batch does for the micro-batch at hand
+            self.number = self.number + 1 if self._replay == self._seeds.times else 0
         self._replay, fed, place = self._seeds.times, self.at_hand, self._place()
         if fed.places:
             self._return_to(fed.places[min(self.number, len(fed.places) - 1)])
-        try:
-            return self._loss_of(model, batch, fed)
-        finally:
-            self._return_to(place)
+        with self._unseen():
+            try:
+                return self._loss_of(model, batch, fed)
+            finally:
+                self._return_to(place)
+
+    def _clip_unseen(self) -> None:
+        """Do with the gradients of an update without the trainer what it does with those of its own."""
+        with self._unseen():
+            self.guard.take_norm(self._measure_norm())
 
     def catch_up(self) -> torch.Tensor:
         """Make again what was undone, until the newest update has landed or is left out; return its loss, or NaN."""
@@ -211,6 +242,7 @@ class Follower(ABC):
                 if losses:
                     self.guard.update(losses[-1])
                 batch = next(self._batches) if number else first
+                self.number = number
                 losses.append(self._retry(batch, number, fed).detach())
             self.norm = self._measure_norm()
             if self._landed(fed, losses[-1]) and fed is self.fed:

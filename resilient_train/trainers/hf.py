@@ -10,7 +10,8 @@ undoes is retried inside of the optimizer's step, so `global_step` and the place
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +22,7 @@ from resilient_train.core import randomness
 from resilient_train.data.fed import Fed
 from resilient_train.ground.errors import TrainError, named_type
 from resilient_train.loop import arguments
-from resilient_train.loop.rows_of_loader import NumberedBatch
+from resilient_train.loop.rows_of_loader import unnumbered
 from resilient_train.parts.run import Measured
 from resilient_train.trainers.follower import OLDEST, Follower, refuse_unknown_options
 
@@ -96,7 +97,9 @@ class Guarding(Follower):
             accumulation=args.gradient_accumulation_steps,
             made=trainer.state.global_step,
             planned=trainer.state.max_steps,
-            objective=Measured(self._measured, "the trainer's loss", key="trainer"),
+            objective=Measured(
+                self._measured, "the trainer's loss", "trainer", clip=self._clip_unseen, is_goal=not self.generates
+            ),
             clip=args.max_grad_norm if args.max_grad_norm > 0 else None,
             is_saver=args.should_save,
             resume=self._resumes,
@@ -115,13 +118,10 @@ class Guarding(Follower):
     def healthy(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of an epoch, without rows that are in quarantine, and note the indices of their rows."""
         for batch in batches:
-            if not isinstance(batch, NumberedBatch):
-                self.rows.append(())
-            else:
-                healthy, rows = self.samples.healthy(batch.own, batch.rows)
-                self.rows.append(rows)
-                batch = healthy if rows is batch.rows else send_to_device(healthy, self.trainer.args.device)
-            yield batch
+            own, drawn = unnumbered(batch)
+            healthy, rows = self.samples.healthy(own, *drawn)
+            self.rows.append(rows)
+            yield own if rows is drawn[0] else send_to_device(healthy, self.trainer.args.device)
 
     def _step(self, plain: Any, closure: Any = None) -> None:
         trainer, place = self.trainer, self._place()
@@ -145,7 +145,7 @@ class Guarding(Follower):
         trainer.current_gradient_accumulation_steps = place.share
         trainer.accelerator.gradient_state._set_sync_gradients(is_last)
         with nullcontext() if is_last else trainer.accelerator.no_sync(model=model):
-            loss: torch.Tensor = self._plain_step(model, batch, place.items) * place.share
+            loss: torch.Tensor = self._computed(self._plain_step, model, batch, place.items) * place.share
         return loss
 
     def _measure_norm(self) -> torch.Tensor | None:
@@ -153,6 +153,17 @@ class Guarding(Follower):
         norm = trainer._clip_grad_norm(trainer.model_wrapped) if trainer.args.max_grad_norm > 0 else None
         trainer._get_grad_norm(trainer.model_wrapped, grad_norm=norm)
         return self.norm
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Put back the numbers and tables of metrics in which trainers such as those of TRL count in their loss."""
+        own = vars(self.trainer)
+        numbers = {name: one for name, one in own.items() if type(one) in (int, float)}
+        metrics = {name: deepcopy(one) for name, one in own.items() if "metrics" in name and isinstance(one, dict)}
+        try:
+            yield
+        finally:
+            own.update(numbers | metrics)
 
     def _loss_of(self, model: Any, batch: Any, fed: Fed) -> torch.Tensor:
         self._replayed = replayed = list[torch.Tensor]()
@@ -200,8 +211,7 @@ class Guarding(Follower):
         if not self._is_open:
             self.loss_before = self.trainer._tr_loss.clone()
         batch = self.take(inputs, self.place, self.rows.pop(0))
-        self.number = len(self.fed.places) - 1
-        loss: torch.Tensor = plain(model, batch, num_items_in_batch)
+        loss: torch.Tensor = self._computed(plain, model, batch, num_items_in_batch)
         self.note(loss * self.trainer.current_gradient_accumulation_steps)  # of which it is a share
         return loss
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,10 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from resilient_train.data.fed import Fed
+from resilient_train.data.fed import UNKNOWN, Fed
 from resilient_train.ground.errors import TrainError
 from resilient_train.loop.arguments import PlacedAccelerator
-from resilient_train.loop.rows_of_loader import NumberedBatch
+from resilient_train.loop.rows_of_loader import unnumbered
 from resilient_train.parts.run import Measured
 from resilient_train.trainers.follower import Follower, refuse_unknown_options
 
@@ -66,12 +67,13 @@ class Fit(Follower):
         self._strategy, self._plugin = trainer.strategy, trainer.precision_plugin
         self._loop = loop = trainer.fit_loop.epoch_loop
         self._inner = loop.automatic_optimization
-        self._rows: list[int] = []  # of the newest batch
+        self._drawn = UNKNOWN  # of the newest batch
         self._has_gradients = False  # a micro-batch of the newest update ran backward
         self._is_quiet = False  # nothing is logged
         self._logged: Logged | None = None  # before the newest update, until that has landed
         self._output: dict[str, Any] | None = None  # of the last batch of the newest update, if it was retried
         self._replace(self._inner, "run", self._run)
+        self._replace(self._inner, "_make_closure", self._make_closure)
         self._replace(self._strategy, "backward", self._backward)
         self._replace(self._plugin, "optimizer_step", self._step)
         self._replace(self._plugin, "clip_grad_by_norm", self._clip)
@@ -96,14 +98,14 @@ class Fit(Follower):
         loaders = trainer.fit_loop._combined_loader.flattened
         by_norm = trainer.gradient_clip_algorithm != "value"
         self.follow(
-            PlacedAccelerator(self._strategy.root_device, trainer.accumulate_grad_batches),
+            PlacedAccelerator(self._strategy.root_device, 1),
             self._strategy.model,
             optimizers,
             batch_size=int(getattr(getattr(loaders[0], "batch_sampler", loaders[0]), "batch_size", None) or 1),
             accumulation=trainer.accumulate_grad_batches,
             made=trainer.global_step,
             planned=trainer.estimated_stepping_batches,
-            objective=Measured(self._measured, "training_step", key="module"),
+            objective=Measured(self._measured, "training_step", "module", clip=self._clip_unseen),
             clip=(trainer.gradient_clip_val or None) if by_norm else None,
             is_saver=trainer.is_global_zero,
             resume=bool(trainer.ckpt_path),
@@ -125,11 +127,8 @@ class Fit(Follower):
         plain()
 
     def _unnumbered(self, batch: Any) -> Any:
-        if isinstance(batch, NumberedBatch):
-            self._rows = [*batch.rows]
-            return batch.own
-        self._rows = []
-        return batch
+        own, self._drawn = unnumbered(batch)
+        return own
 
     def _transferred(self, batch: Any) -> Any:
         """Do with rows that were fetched again what Lightning does with a batch."""
@@ -146,7 +145,7 @@ class Fit(Follower):
         return output if self._output is None else self._output
 
     def _fed(self, index: int, kwargs: Any) -> Any:
-        batch, rows = self.samples.healthy(kwargs["batch"], self._rows)
+        batch, rows = self.samples.healthy(kwargs["batch"], *self._drawn)
         if not self._is_open:
             self._has_gradients, self._output = False, None
             self._logged = Logged(self._trainer)
@@ -159,6 +158,21 @@ class Fit(Follower):
         self._has_gradients = True
         self.note(loss * self._trainer.accumulate_grad_batches)  # of which it is a share
         return result
+
+    def _make_closure(self, plain: Any, *given: Any) -> Any:
+        made = plain(*given)
+        run = made.closure
+
+        def closure() -> Any:
+            answer = self._computed(run)
+            if isinstance(answer, torch.Tensor):  # of another batch
+                self._has_gradients = True
+                self.note(answer)
+                answer = ClosureResult(answer)
+            return answer
+
+        made.closure = closure
+        return made
 
     def _step(self, plain: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
         self.norm = None
@@ -213,18 +227,20 @@ class Fit(Follower):
         self._plugin._after_closure(self._module, self._trainer.optimizers[0])
         return self.norm
 
-    def _measured(self, model: Any, batch: Any) -> torch.Tensor:
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
         logged, was_quiet, self._is_quiet = Logged(self._trainer), self._is_quiet, True
         try:
-            return super()._measured(model, batch)
+            yield
         finally:
             self._is_quiet = was_quiet
             logged.restore()
 
     def _loss_of(self, model: Any, batch: Any, fed: Fed) -> Any:
         kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.places[0].batch + self.number)
+        owner = self._strategy if model is self._strategy.model else model  # it runs the step in the forward of DDP
         with self._plugin.train_step_context():
-            output = model.training_step(*kwargs.values())
+            output = owner.training_step(*kwargs.values())
         return ClosureResult.from_training_step_output(output).closure_loss
 
     def _place(self) -> Place:

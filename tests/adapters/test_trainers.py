@@ -17,8 +17,9 @@ import pytest
 import torch
 from guarded import is_finite
 from kills import incidents as listed
+from kills import summary
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 pytest.importorskip("transformers")
 L = pytest.importorskip("lightning")
@@ -26,7 +27,7 @@ L = pytest.importorskip("lightning")
 import hf_programs  # noqa: E402
 import lightning_programs  # noqa: E402
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
-from torch.optim.lr_scheduler import ExponentialLR  # noqa: E402
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR  # noqa: E402
 from trainer_ranks import on_two_ranks  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
@@ -50,6 +51,24 @@ class Ended(NamedTuple):
 def ended(place: Path, model: nn.Module, logs: Any, steps: int) -> Ended:
     directory = place / "resilient_train"
     return Ended(sha256(model.state_dict()), repr(logs), steps, listed(directory) if directory.exists() else [], model)
+
+
+class Broken(Dataset[Any]):
+    """A row that raises when it is fetched, and one that no forward can take."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __getitem__(self, row: int) -> Any:
+        if row == 17:
+            raise ValueError("cannot be decoded")
+        made = self.own[row]
+        if row != 99:
+            return made
+        return {**made, "labels": made["labels"] + 10_000} if isinstance(made, dict) else (made[0], made[1] + 10_000)
 
 
 class Stream(IterableDataset[Any]):
@@ -77,14 +96,18 @@ def hugging_face(
     counts: bool = False,
     recovery: str = "balanced",
     program: str = "llama",
+    workers: int = 0,
     **more: Any,
 ) -> Ended:
+    more |= {"dataloader_num_workers": workers} | (at_rate(hugging_face, 300) if fault == "hot" else {})
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": saves} if saves else {}
     trainer = hf_programs.trainer(program, place, fault, logging_nan_inf_filter=False, **saving, **more)
     if counts:
         trainer.__class__ = CountingTrainer
     if stream:
         trainer.train_dataset = Stream()
+    if fault == "broken":
+        trainer.train_dataset = Broken(trainer.train_dataset)
     if guarded:
         assert resilient_train.hf.guard(trainer, recovery=recovery) is trainer
     trainer.train(resume_from_checkpoint=str(place / f"checkpoint-{resume}") if resume else None)
@@ -125,8 +148,11 @@ def lightning(
     more = {"max_steps": steps, "max_epochs": -1, "callbacks": callbacks, "enable_checkpointing": saves > 0, **more}
     trainer = lightning_programs.trainer_of(place, guarded=guarded, **more)
     fault = {"bad_rows": "rows", "hot_lr": "rate"}.get(fault, fault)
+    schedule = at_rate(lightning, 300)["schedule"] if fault == "hot" else schedule
     module = (CountingNet if counts else lightning_programs.Net)(fault, schedule, at)
     rows = lightning_programs.loader((17, 99) if fault == "rows" else (), workers)
+    if fault == "broken":
+        rows = DataLoader(Broken(rows.dataset), BATCH, shuffle=True, num_workers=workers)
     path = place / f"checkpoint-step={resume}.ckpt" if resume else None
     trainer.fit(module, rows, DataLoader(lightning_programs.Rows(64), 32), ckpt_path=path)
     return ended(place, module, trainer.logger.rows, trainer.global_step)
@@ -175,6 +201,25 @@ def test_a_healthy_run_is_that_without_the_guard(name: str, tmp_path: Path) -> N
     assert guarded.incidents == []
 
 
+def at_rate(train: Train, factor: float) -> dict[str, Any]:
+    """Options of a trainer whose rate is so many times as high."""
+    if train is hugging_face:
+        return {"learning_rate": 1e-3 * factor, "lr_scheduler_type": "constant"}
+    return {"schedule": lambda optimizer: LambdaLR(optimizer, lambda step: factor)}
+
+
+@of_all
+def test_lower_rates_are_tried_where_the_loss_stands(train: Train, tmp_path: Path) -> None:
+    """One that does better is taken; where none does, the run is as if none had been tried."""
+    plain, guarded = (
+        train(tmp_path / str(one), guarded=one, steps=160, **at_rate(train, 1e-4)) for one in (False, True)
+    )
+    assert guarded[:4] == (*plain[:3], [])
+    assert summary(tmp_path / "True" / "resilient_train")["trial_updates"] > 32
+    hot = train(tmp_path / "hot", "hot", steps=160)
+    assert [(one["signal"], one["outcome"]) for one in hot.incidents] == [("no_progress", "recovered")]
+
+
 @of_all
 def test_what_strikes_once_leaves_no_trace(train: Train, tmp_path: Path) -> None:
     """What is retried has the counts of its time, also where a callback changes how many batches an update has."""
@@ -196,6 +241,16 @@ def test_bad_rows_are_named_and_left_out_also_after_a_resume(train: Train, tmp_p
     assert is_finite(struck.model)
     again = train(tmp_path, "bad_rows", resume=50, steps=80)
     assert (again.steps, len(again.incidents)) == (80, 2)
+
+
+@of_all
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_that_raise_are_named_and_left_out(train: Train, workers: int, tmp_path: Path) -> None:
+    struck = train(tmp_path, "broken", steps=60, workers=workers)
+    found = sorted((one["signal"], one["cause"], one["outcome"], *one["rows"]) for one in struck.incidents)
+    assert found == [("exception", "data", "recovered", row) for row in (17, 99)]
+    assert struck.steps == 60
+    assert is_finite(struck.model)
 
 
 @of_all
@@ -260,6 +315,10 @@ ON_TWO_RANKS: dict[str, list[Any]] = {  # what happens to a trainer, and its inc
     "lightning+plain+": [],
     "lightning+balanced+bit_flip": [("recovered", [])],
     "lightning+balanced+bad_rows": [("recovered", [17]), ("recovered", [99])],
+    "hugging_face+balanced+broken": [("recovered", [17]), ("recovered", [99])],
+    "lightning+balanced+broken": [("recovered", [17]), ("recovered", [99])],
+    "hugging_face+balanced+hot": [("recovered", [])],
+    "lightning+balanced+hot": [("recovered", [])],
 }
 
 

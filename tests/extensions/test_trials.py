@@ -31,7 +31,6 @@ from resilient_train.extensions.trials.arithmetic import (
     NoProgressConfig,
     beats,
     best_of,
-    is_ahead,
 )
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.types import Vitals
@@ -70,6 +69,7 @@ def test_the_rate_with_the_lowest_loss_is_chosen(first: Sequence[float], second:
         (3.0, 3.1, 2.5, True),
         (3.0, 3.1, 2.99, False),  # no more than noise
         (24.0, 4.9, 0.2, True),  # the present rate never learned, so it is not its age that the lower one is ahead by
+        (3.0, 3.1, math.nan, False),
         (3.0, 2.0, 1.5, False),  # age explains more than the rate does
         (math.inf, 2.8, 2.4, True),
         (3.0, math.inf, 2.4, True),
@@ -81,22 +81,6 @@ def test_a_lower_rate_has_to_beat_the_run_and_the_present_rate_from_the_same_sta
     """By more than what that state is ahead of the run. It began with a loss of 4."""
     given = [arm(rate, 0, loss, loss) for rate, loss in ((0.1, lower), (1.0, control), (1.0, now))]
     assert beats(given[0], given[1], given[2], 4.0) is wins
-
-
-@pytest.mark.parametrize(
-    ("losses", "anomalies", "first", "is_far"),
-    [
-        ((1.0, 1.1), 0, 4.0, True),
-        ((1.0, 1.1), 1, 4.0, False),
-        ((math.nan, 1.0), 0, 4.0, False),
-        ((1.8, 1.9), 0, 2.1, True),  # the run has learned nothing since it began there, and this has
-    ],
-)
-def test_a_rate_as_old_as_the_run_has_to_be_far_below_it(
-    losses: tuple[float, ...], anomalies: int, first: float, is_far: bool
-) -> None:
-    """By two fifths."""
-    assert is_ahead(arm(0.1, anomalies, *losses), arm(1.0, 0, 2.0, 2.1), first) is is_far
 
 
 CHECK = NoProgressConfig(every=64, window=1024, share=0.45, travel=0.4)
@@ -238,10 +222,16 @@ def test_rows_that_cannot_be_fetched_do_not_end_a_run_in_a_trial(first: int, eac
     assert not guard.incidents
 
 
-def test_a_run_whose_loop_makes_the_updates_has_no_trials() -> None:
-    """A loss that is handed over cannot be computed again."""
-    guard = language(1.0, objective=None)
-    assert not any(isinstance(hook, Trials) for hook in guard._controls._parts.hooks)
+def test_a_run_whose_loop_makes_the_updates_has_no_trials(tmp_path: Path) -> None:
+    """A loss that is handed over cannot be computed again, which its end says."""
+    guard = language(0.7, objective=None, run_dir=tmp_path, tracking=False)
+    for batch in guard.batches():
+        loss = next_letter(guard.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        guard.update(loss)
+    guard.close()
+    assert guard._controls.extension(Trials).updates == 0
+    assert summary(tmp_path)["verdict"] == "unjudged"
 
 
 # ------------------------------------------------------------------------------- state outside of the run
@@ -285,9 +275,8 @@ def test_a_trial_that_finds_nothing_leaves_no_trace(caplog: pytest.LogCaptureFix
     assert not any("lower rates" in one.getMessage() for one in caplog.records if one.levelno > logging.DEBUG)
 
 
-def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_with_state_outside_of_the_run_has_no_race() -> None:
     """A forward that is repeated has another loss: a trial would change that state."""
-    caplog.set_level(logging.DEBUG, "resilient_train")
     earlier = [torch.zeros(())]
 
     def objective(model: Any, batch: Any) -> Tensor:
@@ -297,7 +286,6 @@ def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogC
         return loss
 
     guard = train(regression(WITH, objective=objective))
-    assert "no trial: the losses of later updates cannot be reproduced" in caplog.text
     assert guard._controls.extension(Trials).updates == 2 * 11  # 16 losses twice, at steps 65 and 129
     assert not guard.incidents
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -36,7 +36,7 @@ from resilient_train.extensions.trials.arithmetic import (
     is_lower,
     learns,
 )
-from resilient_train.ground.errors import StorageFailed, TrainError, in_one_line
+from resilient_train.ground.errors import StorageFailed, TrainError
 from resilient_train.ground.types import NO_LIMIT, OUTSIDE, Action, Anomaly, Decision, Signal, Tried, by_signal
 from resilient_train.ground.wording import log, say
 from resilient_train.parts.run import Run
@@ -66,10 +66,9 @@ class Trials(Extension, Hook):
         self._parts = run
         self.updates = 0  # made in trials since the beginning of the run
         self.raced_in_vain = False  # no lower rate did better where the loss stood
-        # Not where updates cannot be made without the loop, or their samples not be found again.
-        is_possible = run.backend.objective is not None and run.samples.rows > 0 and not run.samples.is_fed
+        self.has_asked = self.has_raced = False  # whether a lower rate does better; and a race was over
         run.effects.append(Effect("trials", self.state_dict, self.load_state_dict))
-        if is_possible and run.policy.rates and not run.policy.observe:
+        if run.policy.rates and not run.policy.observe:
             run.hooks.insert(0, self)
 
     def before_update(self) -> None:
@@ -82,12 +81,12 @@ class Trials(Extension, Hook):
             return
         if not check.asks(step, lambda: travelled(run.ring, run.world.least)) or not run.settle():
             return
-        found = self._race()
+        found = self._race() if self._is_possible() else None
         is_tried = self.updates > before
         check.tried(step, is_tried=is_tried)
+        self.has_asked = True
         if found is None:
-            if is_tried:
-                run.controls.note()
+            run.controls.note()
             return
         since, rate, tried = found
         checks.require_recovery(step, step)
@@ -100,32 +99,39 @@ class Trials(Extension, Hook):
         incident = replace(run.incident_log.open(anomaly, by_signal(anomaly), decision), tried=tried)
         run.recovery.carry_out(incident, (0, 0), started)
 
+    def _is_possible(self) -> bool:
+        """Say whether updates can be made without the loop, of samples that every rank finds again."""
+        objective, samples = self._parts.backend.objective, self._parts.samples
+        return objective is not None and objective.is_goal and (samples.rows > 0 or self._parts.world.size == 1)
+
     def left(self) -> int:
         """Return how many updates trials may still make."""
         steps = max(self._parts.planned() or 0, self._parts.clock.step)
         return max(0, self._parts.policy.budget.trial_updates(steps, in_vain=self.raced_in_vain) - self.updates)
 
     def state_dict(self) -> dict[str, Any]:
-        if not (self.updates or self.raced_in_vain):
+        if not self.has_asked:
             return {}  # nothing that a run without trials would lack
-        return {"updates": self.updates, "in_vain": self.raced_in_vain}
+        return {"updates": self.updates, "in_vain": self.raced_in_vain, "raced": self.has_raced}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        known = state or {"updates": 0, "in_vain": False}
-        self.updates, self.raced_in_vain = int(known["updates"]), bool(known["in_vain"])
+        self.updates, self.raced_in_vain = int(state.get("updates", 0)), bool(state.get("in_vain"))
+        self.has_asked, self.has_raced = bool(state), bool(state.get("raced"))
 
     def _race(self) -> tuple[int, float, tuple[Tried, ...]] | None:
-        """Try lower rates from the oldest verified state: does one overtake the run, with half its updates or fewer?
+        """Try lower rates from the oldest verified state since the loss is what it is: does one overtake the run, with
+        half its updates or fewer?
 
         Cut at the present state, a rate looks better for a while even where it was right; in this comparison it looks
         worse. It also has to beat the present rate from that state, as some losses grow with training, whatever the
         rate. If none does, the one that came nearest is made as old as the run, and has to be far below it. Returns the
         step, what was changed there, and how all went.
         """
-        parts, step, first = self._parts, self._parts.clock.step, self.no_progress.first
-        left, verified = self.left(), parts.ring.verified_until(step)
-        steps = min(step // 2, max(_LONGEST_RACE, left // 6))  # in a long run all rates may be tried for longer
-        if not verified or verified[-1].step > step // 4 or left < 2 * cost_of(steps, JUDGED) + cost_of(0, 2 * JUDGED):
+        parts, step, first, age = self._parts, self._parts.clock.step, self.no_progress.first, self.no_progress.age
+        left, verified = self.left(), [one for one in parts.ring.verified_until(step) if one.step >= step - age]
+        steps = min(age // 2, max(_LONGEST_RACE, left // 6))  # in a long run all rates may be tried for longer
+        is_old = bool(verified) and verified[-1].step <= step - age + age // 4
+        if not is_old or left < 2 * cost_of(steps, JUDGED) + cost_of(0, 2 * JUDGED):
             return None
         since = verified[-1]
         highest, *rates = parts.policy.rates
@@ -143,6 +149,7 @@ class Trials(Extension, Hook):
                 control = self._run(1.0, steps, since)
                 if not is_thrown and any(beats(arm, control, now, first) for arm in arms):
                     add_arms(*rates)
+            self.has_raced = True
             winners = [arm for arm in arms if control is not None and beats(arm, control, now, first)]
             nearest = min(arms, key=lambda arm: arm.loss)
             longer = min(step - since.step, left - self._cost - cost_of(0, JUDGED))
@@ -168,8 +175,7 @@ class Trials(Extension, Hook):
         parts, ring, attributes = self._parts, self._parts.ring, self._parts.backend.attributes
         self._attributes = attributes.now()
         self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
-        if (state := ring.aside()) is None:
-            log.debug("no trial: a further copy of the state exceeds the memory that snapshots may take")
+        if (state := ring.aside()) is None:  # a further copy exceeds the memory that snapshots may take
             raise TrialStopped
         self._state = state
         rates = [group["lr"] for group in parts.updater.groups()]  # no state restores those of the loop or optimizer
@@ -188,24 +194,23 @@ class Trials(Extension, Hook):
         return cost_of(self._made, self._forwards)
 
     def _begin(self) -> Arm:
-        """Fetch the samples that judge all arms, after all that train any; leave out updates that cannot be fetched.
-        Return how the run as it is does there.
+        """Fetch the samples that judge all arms, after all that train any; the newest, where only a trainer knows what
+        comes. Leave out updates that cannot be fetched. Return how the run as it is does there.
         """
         samples, each = self._parts.samples, self._parts.samples.slicing.samples
         after = max(samples.next_start, samples.position) + each
-        starts = samples.starts(after, (JUDGED + 1) * each)[:JUDGED]
+        later = samples.starts(after, (JUDGED + 1) * each)
+        starts = (later or samples.starts(samples.position - (JUDGED + 1) * each, JUDGED * each))[:JUDGED]
         fetched: dict[int, list[Any]] = {}
         for start in starts:
             with suppress(Exception):
-                fetched[start] = [samples.collated(keys) for keys in samples.keys_at(start)]
+                fetched[start] = samples.batches_at(start)
         by_rank = self._parts.world.all_of([*fetched])
         self._judged = {start: fetched[start] for start in starts if all(start in one for one in by_rank)}
         if len(self._judged) < JUDGED // 2:
-            log.debug("no trial: too many of the later rows that would judge it cannot be fetched")
             raise TrialStopped
         now = self._run(1.0, 0)
-        if not now.equals(self._run(1.0, 0)):
-            log.debug("no trial: the losses of later updates cannot be reproduced: the program keeps state of its own")
+        if not now.equals(self._run(1.0, 0)):  # the program keeps state of its own
             raise TrialStopped
         return now
 
@@ -224,7 +229,6 @@ class Trials(Extension, Hook):
             is_fetch = isinstance(error, StorageFailed)
             if (isinstance(error, TrialStopped | TrainError) and not is_fetch) or parts.world.size > 1:
                 raise
-            log.debug("an arm of a trial failed: %s", in_one_line(error))
             if is_fetch or is_out_of_memory(error):  # no arm could be made
                 raise TrialStopped from error
             anomalies, losses = steps, (math.inf,) * len(self._judged)
@@ -240,18 +244,15 @@ class Trials(Extension, Hook):
         run.seeds.for_update(update.start)
         for batch in update.batches:
             begun.inputs.append(batch)
-            with ExitStack() as stack:
-                for one in run.on_error:
-                    stack.enter_context(one.around_compute(begun))
-                try:
-                    loss, _ = run.backend.compute(run.world.on_device(batch))
-                except Exception as error:
-                    if is_out_of_memory(error):
-                        raise
-                    instead = next(filter(None, (one.loss_instead(error, [begun]) for one in run.on_error)), None)
-                    if not isinstance(instead, tuple):
-                        raise
-                    loss, _ = instead
+            try:
+                loss, _ = run.backend.compute(run.world.on_device(batch))
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                instead = next(filter(None, (one.loss_instead(error, [begun]) for one in run.on_error)), None)
+                if not isinstance(instead, tuple):
+                    raise
+                loss, _ = instead
             losses.append(scalar(loss))
         loss = losses[0] if len(losses) < 2 else mean(losses)
         return torch.full_like(loss, math.nan) if update.failed or begun.raised else loss
@@ -263,6 +264,8 @@ class Trials(Extension, Hook):
             updater.agreement.ask_to_stop()
         mark = marks.take()
         loss = self._computed(mark)
+        assert parts.backend.objective is not None
+        parts.backend.objective.clip()
         parts.ring.copier.before_change()
         attempt = updater.apply(parts.clock.step, loss)
         reduced, norm, *rest = attempt.numbers or attempt.measured.tolist()
@@ -296,16 +299,16 @@ class Trials(Extension, Hook):
                         parts.updater.drop_gradients()
                     made.append(loss.detach().float())
                     del loss
-            except Exception as error:
+            except Exception:
                 if parts.world.size == 1 or is_sharded:  # there other ranks are inside of this forward
                     raise
                 has_ended = True
-                log.debug("an arm of a trial failed: %s", in_one_line(error))
             self._forwards += 1
             parts.beat()
             if parts.world.least(-float(has_ended)) < 0:
                 raise TrialStopped
-            losses.append(mean(made))
+            whole = len(made) if parts.samples.is_fed else 1  # the loss of a trainer's micro-batch is a share
+            losses.append(whole * mean(made))
         return tuple(parts.world.mean(torch.stack(losses)).tolist())
 
 

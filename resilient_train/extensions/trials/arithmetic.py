@@ -56,6 +56,11 @@ class NoProgress(Check):
         """Where it began."""
         return beginning(self._began)[0]
 
+    @property
+    def age(self) -> int:
+        """How many updates were accepted since it began, or the loss was changed on purpose."""
+        return self._seen
+
     def asks(self, step: int, travelled: Callable[[], float]) -> bool:
         """Say whether to try lower learning rates.
 
