@@ -17,7 +17,7 @@ from group import alone
 from guarded import REWIND, guard_over, mse
 from kills import die_with_checkpoint
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from resilient_train.data.trees import weights_sha256
 from resilient_train.ground.reader import DiskConfig
@@ -89,6 +89,8 @@ def over_rows(run_dir: Path, kind: str, workers: int, killed_at: int = 0, bad: t
     draws = torch.Generator().manual_seed(5) if kind == "generator" else None
     rows = Rows(bad, raises=kind == "raises")
     loader: Any = DataLoader(rows, 16, True, num_workers=workers, persistent_workers=workers > 0, generator=draws)
+    if kind == "weighted":
+        loader = DataLoader(rows, 16, sampler=WeightedRandomSampler([1.0, 2.0, *[1.0] * 201], 203), drop_last=True)
     if kind == "drawn":
         loader = batches(DRAWS["torch"])
     if kind == "prepared":
@@ -126,7 +128,8 @@ def test_a_loader_with_a_generator_yields_the_batches_of_a_plain_loop(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers", "times"), [("plain", 0, 2), ("prepared", 0, 2), ("raises", 0, 0), ("raises", 1, 0)]
+    ("kind", "workers", "times"),
+    [("plain", 0, 2), ("prepared", 0, 2), ("weighted", 0, 2), ("raises", 0, 0), ("raises", 1, 0)],
 )
 def test_bad_rows_of_a_loader_are_named_and_come_no_more(kind: str, workers: int, times: int, tmp_path: Path) -> None:
     _, seen, accused = over_rows(tmp_path, kind, workers, bad=(17, 99))
