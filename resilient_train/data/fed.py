@@ -19,7 +19,7 @@ from resilient_train.data.rows import Collate, FailedRow, RepeatableBatches, Ret
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.stream import Key, Stream
 from resilient_train.data.trees import rebuilt
-from resilient_train.ground.errors import TrainError
+from resilient_train.ground.errors import StorageFailed
 from resilient_train.ground.wording import log
 
 _MAX_BYTES = 2**28  # of kept batches: older ones are fetched again, or left out of a repetition
@@ -121,6 +121,7 @@ class FedSamples(Samples):
 
     def healthy(self, batch: Any, rows: Sequence[int], failed: Sequence[FailedRow]) -> tuple[Any, Sequence[int]]:
         """Return a batch that was just fetched, with others in the places of rows that are in quarantine."""
+        self.failures = {row: one for row, one in self.failures.items() if row not in rows}  # it came
         self.failures |= {one.row: one for one in failed}
         if self.stream.quarantined.isdisjoint(rows):
             return batch, rows
@@ -169,7 +170,9 @@ class FedSamples(Samples):
     def next_update(self) -> Update:
         fed, self._unserved = self._unserved or next(self._ahead(), None), None
         if fed is None:
-            raise TrainError("the trainer has fetched no batch for the next update")
+            raise StorageFailed(
+                "the next update", "the trainer has fetched no batch for it, or it was too old to be kept"
+            )
         bad, again = self.stream.quarantined, list[Any]()
         if fed.rows and (fed.batches is None or not all(map(bad.isdisjoint, fed.rows))):
             healthy = [self._without_quarantined(keys) for keys in fed.keys]

@@ -1,4 +1,4 @@
-"""Rows that come out the same every time they are fetched, random numbers included, and the identity of a data set."""
+"""Rows that come out the same every time they are fetched, random numbers included."""
 
 from __future__ import annotations
 

@@ -41,11 +41,7 @@ class BatchErrors(Extension, OnError):
         begun = open_updates[-1]
         if not self._may_be_of_batch(error):
             return None
-        model: Any = self._run.backend.model
-        has_sent = "_run_ddp_forward" in running(error)  # the buffers to all ranks, before it: once is enough
         for other in self._others(open_updates):
-            if has_sent:
-                model.require_forward_param_sync = False  # which the end of a forward undoes
             try:
                 computed = self._run.backend.compute(self._run.world.on_device(other))
             except Exception:
@@ -64,11 +60,11 @@ class BatchErrors(Extension, OnError):
         if is_ours or self._run.policy.observe or not any(self._run.policy.ladders.values()):
             return False
         if self._run.world.size > 1:
-            model, inside = self._run.backend.model, running(error)
+            model = self._run.backend.model
             is_replicated = isinstance(model, DistributedDataParallel)
-            sends = is_replicated and model.broadcast_buffers and [*model.buffers()]
-            is_after = bool(sends) and "_run_ddp_forward" not in inside  # the others are in their backward
-            if "_engine_run_backward" in inside or not is_replicated or is_after:
+            if not is_replicated or (model.broadcast_buffers and [*model.buffers()]):
+                return False
+            if "_engine_run_backward" in running(error):
                 return False
         last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         return not last.is_relative_to(_OURS) or any(last.is_relative_to(home) for home in _USERS)

@@ -83,7 +83,7 @@ VERDICTS = {
     "well": Verdict(f"<odd?{_ODD}><!odd?All is well>{_SO_FAR}"),
     "unjudged": Verdict(
         "Whether a lower learning rate does better was not looked at",
-        to_do="Compare with a run at a tenth of the learning rate, or give Guard an objective=, with which it tries that",
+        to_do="Compare with a run at a tenth of the learning rate",
     ),
     "recovered": Verdict(f"<odd?{_ODD}><!odd?Recovered>{_SO_FAR}"),
     "recovering": Verdict("Recovering", "{last:this_incident} is open until the run has stayed healthy"),

@@ -53,6 +53,7 @@ from resilient_train.report.tracker import EXPERIMENT, Tracker, TrackingConfig
 REPORT_EVERY = 10  # accepted updates of the caller's loop
 _JUDGED_AFTER = 50  # steps: before, a loss that has not fallen means nothing
 _LEAST_FALL = 0.02  # share of the first loss
+_LEARNED = 0.1  # of the first loss: below, a rate that was not compared with lower ones has done well
 _TIMED = 10_000  # laps from which the median step time is taken
 
 _DRAIN_S = 30.0  # how long the end of a loop waits for MLflow at most
@@ -256,7 +257,7 @@ class RunReporter:
     def summary(self, ended: RunFacts, digests: tuple[str, str] | None = None) -> Summary:
         """Sum up the run at its end; `ended` says how the loop or the process ends."""
         incident_log, (weights, state) = self.place.incident_log, digests or (None, None)
-        best, trials = None, incident_log.effects.get("trials", {})
+        best, trials, final = None, incident_log.effects.get("trials", {}), self.updates.recent_loss or 0.0
         if not self.updates.has_turns:
             best = self.best.left(had_incidents=bool(incident_log.of_training))
         facts = replace(
@@ -265,7 +266,9 @@ class RunReporter:
             step=self.clock.step,
             is_stalled=self._is_stalled(),
             is_above_best=best is not None,
-            is_unjudged=self._has_goal and not trials.get("raced", True),
+            is_unjudged=trials.get("unjudged", False)
+            and self._has_goal
+            and final > _LEARNED * (self.updates.first_loss or 0.0),
         )
         return Summary(
             **status_of(facts).written(),

@@ -151,8 +151,8 @@ class Follower(ABC):
         """Run forward and backward of a micro-batch that a rewind has undone."""
 
     @abstractmethod
-    def _loss_of(self, model: Any, batch: Any, fed: Fed) -> torch.Tensor:
-        """Run the forward of a micro-batch for a replay."""
+    def _loss_of(self, model: Any, batch: Any, place: Any) -> torch.Tensor:
+        """Run the forward of a micro-batch for a replay; return its share of the loss of the update."""
 
     @abstractmethod
     def _unseen(self) -> AbstractContextManager[None]:
@@ -219,16 +219,19 @@ class Follower(ABC):
         if not self._is_substituting:  # which another batch does for the micro-batch at hand
             self.number = self.number + 1 if self._replay == self._seeds.times else 0
         self._replay, fed, place = self._seeds.times, self.at_hand, self._place()
-        if fed.places:
-            self._return_to(fed.places[min(self.number, len(fed.places) - 1)])
+        own = fed.places[min(self.number, len(fed.places) - 1)] if fed.places else place
+        self._return_to(own)
         with self._unseen():
             try:
-                return self._loss_of(model, batch, fed)
+                loss = self._loss_of(model, batch, own)
             finally:
                 self._return_to(place)
+        # The loss is that of the micro-batch, and its gradients are the share that the trainer takes.
+        return loss if own.share == 1 else loss + (own.share - 1) * loss.detach()
 
     def _clip_unseen(self) -> None:
         """Do with the gradients of an update without the trainer what it does with those of its own."""
+        self._put_back(self.at_hand.settings)
         with self._unseen():
             self.guard.take_norm(self._measure_norm())
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +19,7 @@ from accelerate.utils import send_to_device
 
 from resilient_train.core import randomness
 from resilient_train.data.fed import Fed
+from resilient_train.data.trees import rebuilt
 from resilient_train.ground.errors import TrainError, named_type
 from resilient_train.loop import arguments
 from resilient_train.loop.rows_of_loader import unnumbered
@@ -159,17 +159,17 @@ class Guarding(Follower):
         """Put back the numbers and tables of metrics in which trainers such as those of TRL count in their loss."""
         own = vars(self.trainer)
         numbers = {name: one for name, one in own.items() if type(one) in (int, float)}
-        metrics = {name: deepcopy(one) for name, one in own.items() if "metrics" in name and isinstance(one, dict)}
+        metrics = {name: rebuilt(one) for name, one in own.items() if "metrics" in name and isinstance(one, dict)}
         try:
             yield
         finally:
             own.update(numbers | metrics)
 
-    def _loss_of(self, model: Any, batch: Any, fed: Fed) -> torch.Tensor:
+    def _loss_of(self, model: Any, batch: Any, place: _Place) -> torch.Tensor:
         self._replayed = replayed = list[torch.Tensor]()
-        items = fed.places[min(self.number, len(fed.places) - 1)].items if fed.places else None
+        self.trainer.current_gradient_accumulation_steps = place.share
         try:
-            loss: torch.Tensor = self._plain_step(model, batch, items)
+            loss: torch.Tensor = self._plain_step(model, batch, place.items)
         finally:
             self._replayed = None
         return replayed[-1] if replayed else loss

@@ -35,7 +35,7 @@ from resilient_train.trainers.follower import Follower, refuse_unknown_options
 
 class Place(NamedTuple):
     progress: list[dict[str, Any]]  # counts of steps, which are `global_step`, of batches and of epochs
-    accumulation: int  # batches of an update, which a GradientAccumulationScheduler changes
+    share: int  # batches of an update, which a GradientAccumulationScheduler changes
     batch: int = 0  # the number of the batch in its epoch
 
 
@@ -236,12 +236,12 @@ class Fit(Follower):
             self._is_quiet = was_quiet
             logged.restore()
 
-    def _loss_of(self, model: Any, batch: Any, fed: Fed) -> Any:
-        kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.places[0].batch + self.number)
+    def _loss_of(self, model: Any, batch: Any, place: Place) -> Any:
+        kwargs = self._loop._build_kwargs(OrderedDict(), batch, place.batch)
         owner = self._strategy if model is self._strategy.model else model  # it runs the step in the forward of DDP
         with self._plugin.train_step_context():
             output = owner.training_step(*kwargs.values())
-        return ClosureResult.from_training_step_output(output).closure_loss
+        return ClosureResult.from_training_step_output(output, place.share).closure_loss
 
     def _place(self) -> Place:
         return Place([one.state_dict() for one in self._counts], self._trainer.accumulate_grad_batches)
@@ -253,7 +253,7 @@ class Fit(Follower):
     def _return_to(self, place: Place) -> None:
         for one, state in zip(self._counts, place.progress, strict=True):
             one.load_state_dict(state)
-        self._trainer.accumulate_grad_batches = place.accumulation
+        self._trainer.accumulate_grad_batches = place.share
 
     def examine(self, *, is_end: bool = False) -> None:
         """Look at the whole state between two updates."""

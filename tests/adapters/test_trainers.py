@@ -33,6 +33,7 @@ from transformers import Trainer  # noqa: E402
 
 import resilient_train  # noqa: E402
 from resilient_train import GaveUp  # noqa: E402
+from resilient_train.data import fed  # noqa: E402
 from resilient_train.data.trees import sha256  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in lightning_programs.WARNINGS]
@@ -53,11 +54,14 @@ def ended(place: Path, model: nn.Module, logs: Any, steps: int) -> Ended:
     return Ended(sha256(model.state_dict()), repr(logs), steps, listed(directory) if directory.exists() else [], model)
 
 
-class Broken(Dataset[Any]):
-    """A row that raises when it is fetched, and one that no forward can take."""
+BROKEN = ("broken", "unreadable")
 
-    def __init__(self, own: Any) -> None:
-        self.own = own
+
+class Broken(Dataset[Any]):
+    """A row that raises when it is fetched, and unless all others are fine, one that no forward can take."""
+
+    def __init__(self, own: Any, fault: str) -> None:
+        self.own, self.strange = own, 99 if fault == "broken" else None
 
     def __len__(self) -> int:
         return len(self.own)
@@ -66,7 +70,7 @@ class Broken(Dataset[Any]):
         if row == 17:
             raise ValueError("cannot be decoded")
         made = self.own[row]
-        if row != 99:
+        if row != self.strange:
             return made
         return {**made, "labels": made["labels"] + 10_000} if isinstance(made, dict) else (made[0], made[1] + 10_000)
 
@@ -106,8 +110,8 @@ def hugging_face(
         trainer.__class__ = CountingTrainer
     if stream:
         trainer.train_dataset = Stream()
-    if fault == "broken":
-        trainer.train_dataset = Broken(trainer.train_dataset)
+    if fault in BROKEN:
+        trainer.train_dataset = Broken(trainer.train_dataset, fault)
     if guarded:
         assert resilient_train.hf.guard(trainer, recovery=recovery) is trainer
     trainer.train(resume_from_checkpoint=str(place / f"checkpoint-{resume}") if resume else None)
@@ -151,8 +155,8 @@ def lightning(
     schedule = at_rate(lightning, 300)["schedule"] if fault == "hot" else schedule
     module = (CountingNet if counts else lightning_programs.Net)(fault, schedule, at)
     rows = lightning_programs.loader((17, 99) if fault == "rows" else (), workers)
-    if fault == "broken":
-        rows = DataLoader(Broken(rows.dataset), BATCH, shuffle=True, num_workers=workers)
+    if fault in BROKEN:
+        rows = DataLoader(Broken(rows.dataset, fault), BATCH, shuffle=True, num_workers=workers)
     path = place / f"checkpoint-step={resume}.ckpt" if resume else None
     trainer.fit(module, rows, DataLoader(lightning_programs.Rows(64), 32), ckpt_path=path)
     return ended(place, module, trainer.logger.rows, trainer.global_step)
@@ -218,6 +222,21 @@ def test_lower_rates_are_tried_where_the_loss_stands(train: Train, tmp_path: Pat
     assert summary(tmp_path / "True" / "resilient_train")["trial_updates"] > 32
     hot = train(tmp_path / "hot", "hot", steps=160)
     assert [(one["signal"], one["outcome"]) for one in hot.incidents] == [("no_progress", "recovered")]
+
+
+@of_all
+def test_a_trial_measures_what_the_trainer_does(train: Train, tmp_path: Path) -> None:
+    """Also where an update has several batches, each of which has a share of its loss."""
+    count = {"gradient_accumulation_steps" if train is hugging_face else "accumulate_grad_batches": 4}
+    [incident] = train(tmp_path, "hot", steps=80, **count).incidents
+    usual = float(re.findall(r"average ([\d.]+)", incident["evidence"])[0])
+    assert 0.5 * usual < incident["tried"][0]["loss"] < 2 * usual
+
+
+def test_batches_that_are_not_kept_end_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows without an index: no rate can be tried on them."""
+    monkeypatch.setattr(fed, "_MAX_BYTES", 40_000)
+    assert hugging_face(tmp_path, stream=True, steps=80, **at_rate(hugging_face, 1e-4)).steps == 80
 
 
 @of_all
@@ -315,8 +334,8 @@ ON_TWO_RANKS: dict[str, list[Any]] = {  # what happens to a trainer, and its inc
     "lightning+plain+": [],
     "lightning+balanced+bit_flip": [("recovered", [])],
     "lightning+balanced+bad_rows": [("recovered", [17]), ("recovered", [99])],
-    "hugging_face+balanced+broken": [("recovered", [17]), ("recovered", [99])],
-    "lightning+balanced+broken": [("recovered", [17]), ("recovered", [99])],
+    "hugging_face+balanced+unreadable": [("recovered", [17])],
+    "lightning+balanced+unreadable": [("recovered", [17])],
     "hugging_face+balanced+hot": [("recovered", [])],
     "lightning+balanced+hot": [("recovered", [])],
 }

@@ -31,6 +31,7 @@ from resilient_train.extensions.trials.arithmetic import (
     NoProgressConfig,
     beats,
     best_of,
+    is_ahead,
 )
 from resilient_train.ground.reader import DiskConfig
 from resilient_train.ground.types import Vitals
@@ -81,6 +82,22 @@ def test_a_lower_rate_has_to_beat_the_run_and_the_present_rate_from_the_same_sta
     """By more than what that state is ahead of the run. It began with a loss of 4."""
     given = [arm(rate, 0, loss, loss) for rate, loss in ((0.1, lower), (1.0, control), (1.0, now))]
     assert beats(given[0], given[1], given[2], 4.0) is wins
+
+
+@pytest.mark.parametrize(
+    ("losses", "anomalies", "first", "is_far"),
+    [
+        ((1.0, 1.1), 0, 4.0, True),
+        ((1.0, 1.1), 1, 4.0, False),
+        ((math.nan, 1.0), 0, 4.0, False),
+        ((1.8, 1.9), 0, 2.1, True),  # the run has learned nothing since it began there, and this has
+    ],
+)
+def test_a_rate_as_old_as_the_run_has_to_be_far_below_it(
+    losses: tuple[float, ...], anomalies: int, first: float, is_far: bool
+) -> None:
+    """By two fifths."""
+    assert is_ahead(arm(0.1, anomalies, *losses), arm(1.0, 0, 2.0, 2.1), first) is is_far
 
 
 CHECK = NoProgressConfig(every=64, window=1024, share=0.45, travel=0.4)

@@ -66,7 +66,7 @@ class Trials(Extension, Hook):
         self._parts = run
         self.updates = 0  # made in trials since the beginning of the run
         self.raced_in_vain = False  # no lower rate did better where the loss stood
-        self.has_asked = self.has_raced = False  # whether a lower rate does better; and a race was over
+        self.is_unjudged = False  # a lower rate might do better, and no race was over since that was asked
         run.effects.append(Effect("trials", self.state_dict, self.load_state_dict))
         if run.policy.rates and not run.policy.observe:
             run.hooks.insert(0, self)
@@ -81,10 +81,9 @@ class Trials(Extension, Hook):
             return
         if not check.asks(step, lambda: travelled(run.ring, run.world.least)) or not run.settle():
             return
-        found = self._race() if self._is_possible() else None
-        is_tried = self.updates > before
-        check.tried(step, is_tried=is_tried)
-        self.has_asked = True
+        is_possible, self.is_unjudged = self._is_possible(), not self.raced_in_vain
+        found = self._race() if is_possible else None
+        check.tried(step, is_tried=self.updates > before or not is_possible)
         if found is None:
             run.controls.note()
             return
@@ -110,13 +109,13 @@ class Trials(Extension, Hook):
         return max(0, self._parts.policy.budget.trial_updates(steps, in_vain=self.raced_in_vain) - self.updates)
 
     def state_dict(self) -> dict[str, Any]:
-        if not self.has_asked:
+        if not (self.is_unjudged or self.updates):
             return {}  # nothing that a run without trials would lack
-        return {"updates": self.updates, "in_vain": self.raced_in_vain, "raced": self.has_raced}
+        return {"updates": self.updates, "in_vain": self.raced_in_vain, "unjudged": self.is_unjudged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.updates, self.raced_in_vain = int(state.get("updates", 0)), bool(state.get("in_vain"))
-        self.has_asked, self.has_raced = bool(state), bool(state.get("raced"))
+        self.is_unjudged = bool(state.get("unjudged"))
 
     def _race(self) -> tuple[int, float, tuple[Tried, ...]] | None:
         """Try lower rates from the oldest verified state since the loss is what it is: does one overtake the run, with
@@ -149,7 +148,6 @@ class Trials(Extension, Hook):
                 control = self._run(1.0, steps, since)
                 if not is_thrown and any(beats(arm, control, now, first) for arm in arms):
                     add_arms(*rates)
-            self.has_raced = True
             winners = [arm for arm in arms if control is not None and beats(arm, control, now, first)]
             nearest = min(arms, key=lambda arm: arm.loss)
             longer = min(step - since.step, left - self._cost - cost_of(0, JUDGED))
@@ -158,6 +156,7 @@ class Trials(Extension, Hook):
                 grown = self._run(nearest.rate, longer, since)
                 arms[arms.index(nearest)] = grown
                 winners = [grown] if is_ahead(grown, now, first) else []
+            self.is_unjudged = False
             if winners:
                 won = best_of(sorted(winners, key=lambda arm: -arm.rate))
                 shown = [now, *arms] if control is None else [now, *arms, control]
@@ -229,7 +228,7 @@ class Trials(Extension, Hook):
             is_fetch = isinstance(error, StorageFailed)
             if (isinstance(error, TrialStopped | TrainError) and not is_fetch) or parts.world.size > 1:
                 raise
-            if is_fetch or is_out_of_memory(error):  # no arm could be made
+            if is_fetch or is_out_of_memory(error) or not steps:  # no arm could be made, or not compared with the run
                 raise TrialStopped from error
             anomalies, losses = steps, (math.inf,) * len(self._judged)
         finally:
@@ -307,8 +306,7 @@ class Trials(Extension, Hook):
             parts.beat()
             if parts.world.least(-float(has_ended)) < 0:
                 raise TrialStopped
-            whole = len(made) if parts.samples.is_fed else 1  # the loss of a trainer's micro-batch is a share
-            losses.append(whole * mean(made))
+            losses.append(mean(made))
         return tuple(parts.world.mean(torch.stack(losses)).tolist())
 
 
