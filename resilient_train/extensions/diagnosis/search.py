@@ -229,9 +229,9 @@ class Search:
         is_compared = False
         if not self._on_any(bool(refused.update.keys)):
             return None, False
-        for draw in range(_CONTROLS):
+        for draw in range(2 * _CONTROLS if refused.is_error else _CONTROLS):
             others = self._others(refused.update.keys, draw)
-            others = others if draw < _CONTROLS / 2 else others[:1] * len(others)  # a row may be fine where no batch is
+            others = others if draw < _CONTROLS else others[:1] * len(others)  # a row may be fine where no batch is
             tried = self._replayed(refused, others)
             is_compared |= not tried.failure
             if filler is None and not _would_refuse(refused, tried):
