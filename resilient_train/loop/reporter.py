@@ -53,7 +53,8 @@ from resilient_train.report.tracker import EXPERIMENT, Tracker, TrackingConfig
 REPORT_EVERY = 10  # accepted updates of the caller's loop
 _JUDGED_AFTER = 50  # steps: before, a loss that has not fallen means nothing
 _LEAST_FALL = 0.02  # share of the first loss
-_LEARNED = 0.1  # of the first loss: below, a rate that was not compared with lower ones has done well
+_LEARNED = 0.1  # of the same: with less, a rate that a trial has found does no good
+_WELL = 0.9  # of the same: with more, a rate does well that was compared with no other
 _TIMED = 10_000  # laps from which the median step time is taken
 
 _DRAIN_S = 30.0  # how long the end of a loop waits for MLflow at most
@@ -257,18 +258,17 @@ class RunReporter:
     def summary(self, ended: RunFacts, digests: tuple[str, str] | None = None) -> Summary:
         """Sum up the run at its end; `ended` says how the loop or the process ends."""
         incident_log, (weights, state) = self.place.incident_log, digests or (None, None)
-        best, trials, final = None, incident_log.effects.get("trials", {}), self.updates.recent_loss or 0.0
+        best, trials = None, incident_log.effects.get("trials", {})
+        has_rate = any(one.tried for one in incident_log.incidents)  # which a trial has found
         if not self.updates.has_turns:
             best = self.best.left(had_incidents=bool(incident_log.of_training))
         facts = replace(
             ended,
             incidents=incident_log.incidents,
             step=self.clock.step,
-            is_stalled=self._is_stalled(),
+            is_stalled=not self._has_fallen(_LEARNED if has_rate else _LEAST_FALL),
             is_above_best=best is not None,
-            is_unjudged=trials.get("unjudged", False)
-            and self._has_goal
-            and final > _LEARNED * (self.updates.first_loss or 0.0),
+            is_unjudged=trials.get("unjudged", False) and not self._has_fallen(_WELL),
         )
         return Summary(
             **status_of(facts).written(),
@@ -287,19 +287,16 @@ class RunReporter:
             state_sha256=state,
         )
 
-    @property
-    def _has_goal(self) -> bool:
-        """Whether the loss is one that falls. The sum of opposed losses need not, nor a reward's, nor another one."""
-        return not (self.updates.has_turns or self.checks.is_changed or self.best.has_negative)
-
-    def _is_stalled(self) -> bool:
-        """Say whether the loss did not fall."""
+    def _has_fallen(self, share: float) -> bool:
+        """Say whether the loss fell by a share of the first one; yes where that says nothing: the sum of opposed losses
+        need not fall, nor a reward's, nor another one.
+        """
         first, final = self.updates.first_at_most, self.updates.recent_loss
-        if not self._has_goal:
-            return False
+        if self.updates.has_turns or self.checks.is_changed or self.best.has_negative:
+            return True
         if first is None or final is None or self.clock.step < _JUDGED_AFTER:
-            return False
-        return not final < first - _LEAST_FALL * abs(first)
+            return True
+        return final < first - share * abs(first)
 
     def end(self, ended: RunFacts, digests: tuple[str, str] | None = None) -> None:
         """Write how the caller's loop ended, unless that was written already."""

@@ -90,6 +90,7 @@ def test_a_lower_rate_has_to_beat_the_run_and_the_present_rate_from_the_same_sta
         ((1.0, 1.1), 0, 4.0, True),
         ((1.0, 1.1), 1, 4.0, False),
         ((math.nan, 1.0), 0, 4.0, False),
+        ((1.0, 1.1), 0, 0.9, False),  # it is only that the run was ruined
         ((1.8, 1.9), 0, 2.1, True),  # the run has learned nothing since it began there, and this has
     ],
 )

@@ -81,7 +81,7 @@ class Trials(Extension, Hook):
             return
         if not check.asks(step, lambda: travelled(run.ring, run.world.least)) or not run.settle():
             return
-        is_possible, self.is_unjudged = self._is_possible(), not self.raced_in_vain
+        is_possible, self.is_unjudged = self._is_possible(), self.is_unjudged or not before
         found = self._race() if is_possible else None
         check.tried(step, is_tried=self.updates > before or not is_possible)
         if found is None:

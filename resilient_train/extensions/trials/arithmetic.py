@@ -141,9 +141,11 @@ def beats(arm: Arm, control: Arm, now: Arm, first: float) -> bool:
 
 
 def is_ahead(arm: Arm, now: Arm, first: float) -> bool:
-    """Say whether an arm that is as old as the run has learned, and has a far lower loss, or the run has not."""
-    share = _FAR if learns(now, first) else _LEAST_GAIN
-    return arm.anomalies == 0 and learns(arm, first) and is_lower(arm, now, share)
+    """Say whether an arm that is as old as the run is below the first loss, and far below the run, or has learned where
+    that has not.
+    """
+    has_learned = learns(arm, first) and not learns(now, first)
+    return arm.anomalies == 0 and arm.loss < first and is_lower(arm, now, _LEAST_GAIN if has_learned else _FAR)
 
 
 def learns(arm: Arm, first: float) -> bool:
