@@ -20,7 +20,6 @@ _SITE = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") +
 _OURS = str(Path(__file__).parents[1]) + os.sep
 CALLERS: set[str] = set()  # files that replay: what has called them is not the model's, but the loop's
 _ZOO = os.path.join(_OURS, "zoo") + os.sep  # models to start from: as good as a user's own
-_USERS, _MODELS, _OTHERS = range(3)  # whose a file is: a user's own, a library's of models, any other library's
 
 
 class Line(NamedTuple):
@@ -30,16 +29,15 @@ class Line(NamedTuple):
 
 
 def user_line(names: Mapping[int, str]) -> Line | None:
-    """The innermost line on the stack of a user's own, else of transformers; `names` of modules by id."""
+    """The innermost line on the stack that is not torch's or a loop's; `names` of modules by id."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename not in CALLERS:
         frames.append(frame)
         frame = frame.f_back
-    for whose in (_USERS, _MODELS):
-        for frame in frames:
-            if _whose(frame.f_code.co_filename) == whose:
-                return Line(frame.f_code.co_filename, frame.f_lineno, _module_of(frames, names))
+    for frame in frames:
+        if is_users(frame.f_code.co_filename):
+            return Line(frame.f_code.co_filename, frame.f_lineno, _module_of(frames, names))
     return None
 
 
@@ -58,15 +56,19 @@ class Raised(NamedTuple):
 def line_of(error: BaseException, names: Mapping[int, str]) -> Raised:
     passed = [*walk_tb(error.__traceback__)]
     users = [at for at, (frame, _) in enumerate(passed) if is_users(frame.f_code.co_filename)]
-    own = [at for at in users if not passed[at][0].f_code.co_filename.startswith(_SITE)] or users[:1]
+    own = [at for at in users if not passed[at][0].f_code.co_filename.startswith(_SITE)] or users[-1:]
     line, inside = None, [frame for frame, _ in passed]  # `inside`: what that line called
     if own:
-        frame, number = passed[own[-1]]
-        line = Line(frame.f_code.co_filename, number, _module_of(reversed(inside[: own[-1] + 1]), names))
-        inside = inside[own[-1] + 1 :]
+        within = range(own[-1], len(passed))
+        asked = next((at for at in within if _is_of_distributions(inside[at])), 0)
+        # What asks a distribution can be patched, whoever's it is.
+        at = max([own[-1], *(at for at in users if at < asked)])
+        frame, number = passed[at]
+        line = Line(frame.f_code.co_filename, number, _module_of(reversed(inside[: at + 1]), names))
+        inside = inside[at + 1 :]
     called, refused = "", None
     for frame in inside:
-        if not frame.f_globals.get("__name__", "").startswith("torch.distributions."):
+        if not _is_of_distributions(frame):
             continue
         value = frame.f_locals.get("value")
         refused = value if isinstance(value, Tensor) else refused
@@ -79,13 +81,23 @@ def line_of(error: BaseException, names: Mapping[int, str]) -> Raised:
     return Raised(line, _called(inside[0]) if inside else "statement")
 
 
+def _is_of_distributions(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("torch.distributions.")
+
+
 def _called(frame: FrameType) -> str:
     owner, name = frame.f_locals.get("self"), frame.f_code.co_name
     return type(owner).__name__ if isinstance(owner, nn.Module) or name == "__init__" else name
 
 
+@cache
 def is_users(file: str) -> bool:
-    return _whose(file) == _USERS
+    """Say whether a file is a user's own or a library's of models, whose lines can be patched: torch's never are."""
+    if file.startswith(_ZOO):
+        return True
+    if file.startswith(("<frozen", _OURS, *_homes("torch", "accelerate", "hydra", "omegaconf"))):
+        return False
+    return file.startswith(_SITE) or not file.startswith(_STANDARD)
 
 
 def called_by_us(frames: Sequence[FrameType]) -> Sequence[FrameType]:
@@ -93,17 +105,6 @@ def called_by_us(frames: Sequence[FrameType]) -> Sequence[FrameType]:
     files = [frame.f_code.co_filename for frame in frames]
     ours = (n for n, file in enumerate(files) if file.startswith(_OURS) and not file.startswith(_ZOO))
     return frames[next(ours, 0) :]
-
-
-@cache
-def _whose(file: str) -> int:
-    if file.startswith(_ZOO):
-        return _USERS
-    if file.startswith(("<frozen", _OURS, *_homes("torch", "accelerate", "hydra", "omegaconf"))):
-        return _OTHERS
-    if file.startswith(_homes("transformers")):
-        return _MODELS
-    return _OTHERS if file.startswith(_STANDARD) and not file.startswith(_SITE) else _USERS
 
 
 @cache

@@ -254,12 +254,12 @@ def test_what_strikes_once_leaves_no_trace(train: Train, tmp_path: Path) -> None
 @of_all
 def test_bad_rows_are_named_and_left_out_also_after_a_resume(train: Train, tmp_path: Path) -> None:
     struck = train(tmp_path, "bad_rows", saves=50, steps=60)
-    assert sorted((one["cause"], *one["rows"]) for one in struck.incidents) == [("data", 17), ("data", 99)]
+    assert [(one["cause"], one["rows"]) for one in struck.incidents] == [("data", [17, 99])]
     kept = json.loads((tmp_path / "resilient_train" / "quarantine.json").read_text())
     assert sorted(one["row"] for one in kept["rows"]) == [17, 99]
     assert is_finite(struck.model)
     again = train(tmp_path, "bad_rows", resume=50, steps=80)
-    assert (again.steps, len(again.incidents)) == (80, 2)
+    assert (again.steps, len(again.incidents)) == (80, 1)
 
 
 @of_all
@@ -313,9 +313,9 @@ def test_a_resume_finds_the_run_directory_of_its_checkpoint(train: Train, tmp_pa
     train(tmp_path, steps=4)
     train(tmp_path, "bad_rows", steps=30, saves=30)
     second = tmp_path / "resilient_train-2"
-    assert len(listed(second)) == 2
+    assert len(listed(second)) == 1
     train(tmp_path, "bad_rows", steps=34, resume=30)
-    assert len(listed(second)) == 2
+    assert len(listed(second)) == 1
     assert not (tmp_path / "resilient_train-3").exists()
 
 
@@ -329,11 +329,11 @@ def test_an_update_that_is_left_out_is_logged_with_0(tmp_path: Path) -> None:
 
 ON_TWO_RANKS: dict[str, list[Any]] = {  # what happens to a trainer, and its incidents
     "hugging_face+plain+bad_rows": [],
-    "hugging_face+observe+bad_rows": [("observed", [17])],
-    "hugging_face+balanced+bad_rows": [("recovered", [17]), ("recovered", [99])],
+    "hugging_face+observe+bad_rows": [("observed", [17, 99])],
+    "hugging_face+balanced+bad_rows": [("recovered", [17, 99])],
     "lightning+plain+": [],
     "lightning+balanced+bit_flip": [("recovered", [])],
-    "lightning+balanced+bad_rows": [("recovered", [17]), ("recovered", [99])],
+    "lightning+balanced+bad_rows": [("recovered", [17, 99])],
     "hugging_face+balanced+unreadable": [("recovered", [17])],
     "lightning+balanced+unreadable": [("recovered", [17])],
     "hugging_face+balanced+hot": [("recovered", [])],

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from math import inf
 from operator import attrgetter, itemgetter
 from statistics import median
+from time import monotonic
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from resilient_train.ground.types import (
     Anomaly,
     Cause,
     Diagnosis,
+    Facts,
     Incident,
     Signal,
     by_signal,
@@ -47,6 +50,7 @@ _OF_THE_RATE = (
 )
 _MIN_SHARE = 0.5  # of a rise of the loss: what causes less of it is not to blame
 _FAR_LOWER = 2.0  # times
+_LOOK = 10.0  # seconds for a look through all rows, for those that are like bad ones
 _LOSS = attrgetter("loss")
 
 
@@ -111,7 +115,29 @@ class CauseFinder(Extension, Diagnoser):
             rose = fact("rate_rose", times=leap.factor, before=leap.step - 1, step=leap.step, is_sudden=is_sudden)
             to = leap.usual * leap.factor if leap.is_sudden else 0.0
             return Diagnosis(Cause.RATE, rose, usual_rate=leap.usual, leapt_to=to)
-        return found
+        return self._with_alike(found, update, history)
+
+    def _with_alike(self, found: Diagnosis, update: Update, history: Sequence[Incident]) -> Diagnosis:
+        """Add all rows with the marks of those that were found, within the budget: one fault is one incident."""
+        run, samples, marks = self._run, self._run.samples, _marks(found)
+        known = {(mark["fact"], mark.get("field")) for one in history for mark in _marks(one.diagnosis)}
+        if known.issuperset((mark["fact"], mark.get("field")) for mark in marks):
+            return found  # there are none, or all rows were looked at for them
+        key, until, odd = update.keys[0][0], monotonic() + _LOOK, dict[int, Facts]()
+        with randomness.preserved(run.world.device):
+            for row in range(run.world.rank, samples.rows, run.world.size):
+                if monotonic() > until:
+                    break
+                run.beat()
+                if row not in samples.stream.quarantined:
+                    odd[row] = by_rows.alike(samples.fetched(key._replace(row=row)), marks)[:3]
+        more = {row: why for some in run.world.all_of(odd) for row, why in some.items() if why}
+        reasons = {row: fact("bad_rows", rows=[row], why=why) for row, why in more.items()} | {**found.reasons}
+        rows = tuple(sorted(reasons))
+        if len(rows) + samples.quarantined > run.policy.budget.rows_of(samples.rows):
+            return found
+        first = {**reasons[rows[0]][0], "rows": [*rows]}
+        return replace(found, rows=rows, reasons=reasons, advice=(first, *found.advice[1:]))
 
     def _bad_rows(self, update: Update) -> Diagnosis | None:
         """Find the rows whose values are not finite. This takes no replay."""
@@ -189,6 +215,11 @@ class CauseFinder(Extension, Diagnoser):
             earlier, later = losses[:place], losses[place:]
             if 0 <= _FAR_LOWER * max(later) < min(earlier):
                 raise NewRegime(fact("fell", was=median(earlier), now=median(later)), median(earlier))
+
+
+def _marks(found: Diagnosis) -> list[Mapping[str, Any]]:
+    """What is wrong with the rows that are blamed."""
+    return [mark for advice in found.reasons.values() for mark in advice[0].get("why", ())]
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor
 from torch.utils._pytree import SequenceKey, tree_flatten_with_path
 
 from resilient_train.core.tree import with_dicts
+from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.types import Facts, fact
 
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
 OTHERS = 128  # rows that a row is compared with
 ENOUGH = 16  # other rows, with fewer of which nothing is said of a small number
 _FAR_BELOW = 1e3  # times: what divides by so small a number, or takes its logarithm, is far out
+_NEARER = 3.0  # times, in orders of magnitude, to what is far out than to what is usual: as far out
 _MANY = 0.5  # of a batch: where as many rows are guilty it is not the rows
 
 
@@ -71,6 +74,25 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> Facts:
             if 0 < size * max(far, _FAR_BELOW) < usual:
                 found += fact("row_far_below", **_largest_of(field, mine), others=len(sizes), usual=usual)
     return found
+
+
+def alike(row: Any, marks: Sequence[Mapping[str, Any]]) -> Facts:
+    """Name what a row has in common with others that are bad, by their marks: the same field is not finite, or about
+    as far out; or it raises, too.
+    """
+    if isinstance(row, Exception):
+        return fact("text", text=in_one_line(row)) if any(mark["fact"] == "text" for mark in marks) else ()
+    bad = {mark["field"] for mark in marks if mark["fact"] == "row_not_finite"}
+    found = tuple(one for one in nonfinite_fields(row) if one["field"] in bad)
+    for field, values in _fields(row):
+        far = (mark for mark in marks if "usual" in mark and mark["field"] == field)
+        found += tuple({**mark, **_largest_of(field, values)} for mark in far if _is_as_far(_size(values), mark))
+    return found
+
+
+def _is_as_far(size: float, mark: Mapping[str, Any]) -> bool:
+    usual, out = max(mark["usual"], sys.float_info.min), abs(mark["value"])
+    return 0 < size < math.inf and _NEARER * abs(math.log(size / out)) < abs(math.log(size / usual))
 
 
 def _largest_of(field: str, values: Tensor) -> dict[str, Any]:
