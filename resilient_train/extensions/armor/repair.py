@@ -8,6 +8,7 @@
   its neighbours drowns a sum, a loss, or the gradients of the weights behind it. Where no result is finite it becomes
   0. But a single number, which may be the loss, becomes a large one, so that the checks see that it broke.
 - The gradient there is zero, or, for pointwise operations, one that leads back (`led_back`).
+- A NaN that the program gives as a constant, to an operation that puts it in, is 0: `torch.where(seen, x, nan)`.
 - An operation that raises outside of its domain gets the nearest input inside, if it cannot take its own (`call`).
 
 Nothing here waits for the device, looks at frames, or keeps anything from one call for the next: a checkpoint that
@@ -29,7 +30,7 @@ from torch.distributions import Distribution, constraints
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from resilient_train.ground.errors import text_of
-from resilient_train.ground.operations import family, is_pointwise
+from resilient_train.ground.operations import GIVE, family, is_pointwise
 
 Operation = Callable[..., Any]
 
@@ -113,6 +114,8 @@ _LARGE_OF_OTHERS = 2.0**48
 
 def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operation and repair what it broke, in its result and in the gradients of its inputs."""
+    if name in GIVE:
+        args, kwargs = tree_map(_without_nan, (args, kwargs))
     leaves, structure = tree_flatten((args, kwargs))
     if not any(isinstance(leaf, Tensor) for leaf in leaves) or kwargs.get("out") is not None:
         return bare(*args, **kwargs)
@@ -139,6 +142,13 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
         return led_back(repaired, broken, bare, args, kwargs) if pointwise else repaired
 
     return tree_map(repair, call(bare, name, guarded_args, guarded_kwargs))
+
+
+def _without_nan(leaf: Any) -> Any:
+    """Return 0 for a number that is NaN, or a tensor of one that nothing learns."""
+    if is_repairable(leaf) and leaf.numel() == 1 and not leaf.requires_grad:
+        return torch.nan_to_num(leaf, 0.0, math.inf, -math.inf)
+    return 0.0 if isinstance(leaf, float) and leaf != leaf else leaf
 
 
 def _broken_by(leaves: Sequence[Any], pointwise: bool) -> Callable[[Tensor], Tensor]:

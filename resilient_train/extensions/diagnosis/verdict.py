@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from resilient_train.ground.operations import HAVE_VALUES, family
+from resilient_train.ground.operations import GIVE, HAVE_VALUES, family
 from resilient_train.ground.types import Cause, Culprit, Diagnosis, Facts, fact
 from resilient_train.parts.code_lines import Line
 
@@ -215,7 +215,7 @@ def of_nonfinite(seen: Observations) -> Diagnosis:
     seen_with = fact("seen_with", rows=rows) if rows else ()
     if origin is not None and origin.was_given:
         found = Diagnosis(Cause.OPERATION, fact("is_given", where=where) + seen_with, rows=seen.rows)
-        return seen.with_line(found, patchable=False)
+        return seen.with_line(found, patchable=origin.op in GIVE)
     if seen.leaps or (seen.climbs and (origin is None or seen.overflows)):  # the line is where it shows, not the cause
         return Diagnosis(Cause.EXPLOSION, fact("climbed", times=max(seen.climb, seen.leap), where=where))
     if seen.is_thrown:
