@@ -47,6 +47,7 @@ OTHERS = {  # kinds of programs with a harness of their own
     "changing": "clinic.changes",
     "noisy": "clinic.noisy",
     "climbing": "clinic.climbing",
+    "trainers": "clinic.trainers",
     "restarts": "clinic.restarts",
     "matrix": "clinic.matrix",
     "hot": "clinic.hot_stretch",

@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import Any
 
 CPU_LIMIT, WALL_LIMIT = 180, 1200  # seconds
-KEPT = ("id", "signal", "cause", "step", "outcome", "rows", "actions")
+KEPT = ("id", "signal", "cause", "step", "outcome", "rows", "actions", "culprit")
 Record = dict[str, Any]
 
 
@@ -76,6 +76,8 @@ def child(file: Path, name: str, seed: int, arm: str, folder: Path, tree: str | 
     import torch
 
     torch.set_num_threads(1)
+    if arm == "skip":
+        torch.optim.optimizer.register_optimizer_step_pre_hook(skip)
     logger = logging.getLogger("resilient_train")
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.FileHandler(folder / "log"))
@@ -104,6 +106,13 @@ def child(file: Path, name: str, seed: int, arm: str, folder: Path, tree: str | 
     (folder / "result.json").write_text(json.dumps(result))
     if is_guarded:
         atexit._run_exitfuncs()  # a process of multiprocessing would end without them
+
+
+def skip(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """What people put before a step, in any loop: without gradients an optimizer does nothing."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+    if not all(weight.grad.isfinite().all() for weight in weights):
+        optimizer.zero_grad()
 
 
 # In the process that starts them.
