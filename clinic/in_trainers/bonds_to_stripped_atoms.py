@@ -1,7 +1,7 @@
 """Molecules as dense graphs: the hydrogens were stripped from the atoms, but a few of the bond lists still name them.
 
-`__getitem__` raises "IndexError: index 9 is out of bounds" once in a while, as many report for graphs made by hand after
-a cleaning. Mended by leaving those molecules out.
+`__getitem__` raises "IndexError: index 9 is out of bounds" once in a while, as many report for graphs made by hand
+after a cleaning. Mended by leaving those molecules out.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Poses between two key frames by spherical interpolation, and some clips hold still: both keys are the same.
 
-The angle is acos of 1 (or of a hair more), and the weights of `slerp` are 0 / 0: "slerp gives nan for equal quaternions"
+The angle is acos of 1 (or of a hair more), and the weights of `slerp` are 0 / 0: "slerp is nan for equal quaternions"
 is reported for most that are written by hand. Mended by a straight line where the angle is small.
 """
 
@@ -91,8 +91,8 @@ def train(seed: int, guard: dict | None = None, twin: bool = False) -> tuple[flo
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     columns = clips(seed)
     L.seed_everything(seed, verbose=False)
-    module = InBetween(width=128 + 32 * (seed % 3), mended=twin)
-    loader = DataLoader(TensorDataset(*(column[:-HELD] for column in columns)), batch_size=64, shuffle=True)
+    module = InBetween(width=256 + 32 * (seed % 3), mended=twin)
+    loader = DataLoader(TensorDataset(*(column[:-HELD] for column in columns)), batch_size=96, shuffle=True)
 
     def held_out() -> float:
         module.eval()

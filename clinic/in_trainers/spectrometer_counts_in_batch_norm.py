@@ -73,7 +73,7 @@ def train(seed: int, guard: dict | None = None, twin: bool = False) -> tuple[flo
     x, labels, bad = spectra(seed)
     rows = [row for row in range(len(labels) - HELD) if not (twin and row in bad)]
     L.seed_everything(seed, verbose=False)
-    module = SpectrumNet(x.shape[1], width=384 + 32 * (seed % 3))
+    module = SpectrumNet(x.shape[1], width=448 + 32 * (seed % 3))
     loader = DataLoader(TensorDataset(x[rows], labels[rows]), batch_size=48, shuffle=True)
     validation = DataLoader(TensorDataset(x[-HELD:], labels[-HELD:]), batch_size=120)
 

@@ -63,7 +63,7 @@ def train(seed: int, guard: dict | None = None, twin: bool = False) -> tuple[flo
     one = things + 0.3 * torch.randn(things.shape, generator=draw)
     other = things + 0.3 * torch.randn(things.shape, generator=draw)
     L.seed_everything(seed, verbose=False)
-    module = VICReg(width=224 + 32 * (seed % 3), rate=2e-3 if twin else 0.3)
+    module = VICReg(width=160 + 32 * (seed % 3), rate=2e-3 if twin else 0.3)
     loader = DataLoader(TensorDataset(one[:-HELD], other[:-HELD]), batch_size=128, shuffle=True, drop_last=True)
 
     def held_out() -> float:
