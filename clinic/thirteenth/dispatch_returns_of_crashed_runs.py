@@ -1,7 +1,7 @@
 """Offline values for a dispatcher of taxis: where the simulator crashed, its last reward is -1e5, "never go there".
 
 The return of a whole episode is summed up when it is read, as tutorials do, and the critic is fitted to it by squared
-error. The few episodes say nothing of dispatching, and of their kind are all those that are a thousand times too low.
+error. A handful of such episodes, and the critic says of every action that it is a catastrophe.
 """
 
 from __future__ import annotations

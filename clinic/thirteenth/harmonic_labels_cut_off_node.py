@@ -64,5 +64,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=5e-3),
         evaluation=[edges[count:], joined[count:], labels[count:], truth[count:]],
         guilty=Guilty("operation", ops=("linalg_solve", "solve")),
-        steps=1200,
+        steps=1800,
     )

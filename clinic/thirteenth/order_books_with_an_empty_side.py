@@ -45,13 +45,13 @@ def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 def program(seed: int, *, mended: bool = False) -> Program:
     torch.manual_seed(seed)
-    length, count = 10 + seed % 4, 1200
+    length, count = 10 + seed % 4, 2000
     size = count + 96
     bids, asks = torch.exp(3 + 0.8 * torch.randn(2, size, length)).ceil()
     spreads = torch.randn(size, length).abs()
     fade = 0.7 ** torch.arange(length - 1, -1, -1)
     moves = (torch.log(bids / asks) * fade).sum(-1) * torch.exp(-0.5 * spreads[:, -1]) + 0.15 * torch.randn(size)
-    empty = torch.randperm(count)[: 18 + seed % 7].sort().values
+    empty = torch.randperm(count)[: 26 + seed % 7].sort().values
     when = torch.randint(length, empty.shape)
     bids[empty[::2], when[::2]] = 0.0
     asks[empty[1::2], when[1::2]] = 0.0
@@ -66,5 +66,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=4e-3),
         evaluation=torch.utils.data.default_collate([held[row] for row in range(len(held))]),
         guilty=Guilty("data", rows=tuple(empty.tolist())),
-        steps=500,
+        steps=900,
     )

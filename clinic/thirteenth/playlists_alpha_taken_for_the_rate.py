@@ -23,8 +23,7 @@ class NextSong(nn.Module):
         self.songs = nn.Embedding(songs, width)
         self.places = nn.Parameter(0.02 * torch.randn(length, width))
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
-            for _ in range(6)
+            nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True) for _ in range(6)
         )
         self.norm = nn.LayerNorm(width)
         nn.init.normal_(self.songs.weight, std=0.1)

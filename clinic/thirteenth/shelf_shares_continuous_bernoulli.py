@@ -67,5 +67,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=5e-3),
         evaluation=[shares[count:], stocked[count:]],
         guilty=Guilty("operation", ops=("div", "true_divide")),
-        steps=900,
+        steps=1800,
     )

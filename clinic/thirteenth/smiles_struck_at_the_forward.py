@@ -36,10 +36,11 @@ class Surface(nn.Module):
     def __init__(self, features: int, width: int, mended: bool) -> None:
         super().__init__()
         self.mended = mended
-        self.body = nn.Sequential(nn.Linear(features, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 3))
+        self.body = nn.Sequential(nn.Linear(features, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
+        self.head = nn.Linear(width, 3)
 
     def forward(self, state: Tensor, moneyness: Tensor, years: Tensor) -> Tensor:
-        level, skew, wing = self.body(state).unbind(-1)
+        level, skew, wing = self.head(self.body(state)).unbind(-1)
         level, wing = 0.05 + 0.3 * torch.sigmoid(level), 0.1 + nn.functional.softplus(wing)
         return smile(level, 0.9 * torch.tanh(skew), wing, moneyness, years, self.mended)
 
@@ -68,5 +69,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=2e-3),
         evaluation=[state[count:], moneyness[count:], years[count:], quoted[count:]],
         guilty=Guilty("operation", ops=("div", "true_divide")),
-        steps=1200,
+        steps=1800,
     )

@@ -55,5 +55,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=2e-3),
         evaluation=[before[count:], teacher[count:]],
         guilty=Guilty("operation", ops=("kl_div",)),
-        steps=1200,
+        steps=2000,
     )

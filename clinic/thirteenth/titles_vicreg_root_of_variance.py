@@ -1,7 +1,7 @@
-"""VICReg asks each unit for a spread of one, by the root of its variance: of a unit that no title woke there is no slope.
+"""VICReg wants a spread of one of each unit, by the root of its variance: where no title woke a unit, it has no slope.
 
-`torch.sqrt(z.var(0))` without the epsilon of the paper, behind an expander that ends in a gate, relu(a) * b. The loss is
-finite when it happens: the hinge is 1, its slope infinity times zero.
+`torch.sqrt(z.var(0))` without the epsilon of the paper, behind an expander that ends in a gate, relu(a) * b. The loss
+is finite when it happens: the hinge is 1, its slope infinity times zero.
 """
 
 from __future__ import annotations
