@@ -1,7 +1,7 @@
-"""Sales of a shop under the squared log error of a Kaggle competition, and the network may forecast less than minus one bulb.
+"""Sales of a shop under the squared log error of a contest, and the network may forecast less than minus one.
 
-`log1p(forecast)` is NaN below -1; "RMSLE (or MSLE) gives nan in PyTorch" has had the same answer for years: let the network give
-something that cannot be negative. Mostly it goes well for a number of steps.
+`log1p(forecast)` is NaN below -1; "RMSLE gives nan in PyTorch" has had the same answer for years: let the network give
+something that cannot be negative. Sometimes it goes well for a number of steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""GRPO with the logarithm of the overlap as reward, "to spread small values": with no overlap at all it is minus infinity.
+"""GRPO with the logarithm of the overlap as reward, "to spread small values": no overlap at all is minus infinity.
 
-The mean of a group is then minus infinity as well, and -inf - (-inf) is NaN: "advantages are nan", "probability tensor
-contains either `inf`, `nan`" when the next completions are sampled. An epsilon inside of the logarithm mends it.
+The mean of a group is then minus infinity as well, and -inf - (-inf) is NaN; TRL makes 0 of such advantages, so that
+the policy hardly moves and only the log shows "reward: -inf". An epsilon inside of the logarithm mends it.
 """
 
 from __future__ import annotations

@@ -28,16 +28,14 @@ CAUSE = "data"
 OPS: tuple[str, ...] = ()
 LIBRARY = None
 
-STEPS, BATCH, WORDS = 220, 16, 60
+STEPS, BATCH, WORDS = 260, 16, 60
 
 
 def answers_tokenizer() -> PreTrainedTokenizerFast:
     tokens = ["<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(WORDS))]
     tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
 def pairs(seed: int) -> tuple[dict[str, list[Any]], list[int]]:

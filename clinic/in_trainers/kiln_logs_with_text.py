@@ -1,4 +1,4 @@
-"""A kiln's log is parsed line by line in `__getitem__`; here and there a sensor wrote "n/a" or "Over" instead of a number.
+"""A kiln's log is parsed in `__getitem__`; here and there a sensor wrote "n/a" or "Over" instead of a number.
 
 "ValueError: could not convert string to float, caught in DataLoader worker process 0": the training stops in the middle
 of an epoch, at an index that nobody prints. Two workers, as the parsing is slow.

@@ -1,4 +1,4 @@
-"""Spectra of minerals are cleaned by a small network under torchmetrics' spectral angle; pixels in shadow are all zeros.
+"""Spectra of minerals are cleaned by a small network under torchmetrics' spectral angle; shadows are all zeros.
 
 `spectral_angle_mapper` divides by the norms of both spectra: 0/0 for a pixel of zeros, and the clamp behind it lets NaN
 pass. "SAM loss is nan" is in most repositories for hyperspectral pictures; the cure is to leave such pixels out.

@@ -40,7 +40,7 @@ def numbers_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def near_half(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+def near_the_number(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
     """Each number that is said counts the more, the nearer it is to the prompt's number on the clock of NUMBERS."""
     rewards = []
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -65,7 +65,7 @@ def held_out(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt
             if not torch.isfinite(p).all():
                 return float("nan")
             tokens = torch.cat([tokens, torch.multinomial(p, 1, generator=generator)], 1)
-    rewards = near_half(prompts * 4, tokenizer.batch_decode(tokens[:, -LENGTH:]))
+    rewards = near_the_number(prompts * 4, tokenizer.batch_decode(tokens[:, -LENGTH:]))
     return 1 - sum(rewards) / len(rewards)
 
 
@@ -113,7 +113,7 @@ def train(seed: int, guard: dict[str, Any] | None = None, twin: bool = False) ->
         trainer = RLOOTrainer(
             model=model,
             args=arguments,
-            reward_funcs=near_half,
+            reward_funcs=near_the_number,
             train_dataset=Dataset.from_dict({"prompt": prompts[:100]}),
             processing_class=tokenizer,
         )

@@ -1,7 +1,7 @@
-"""Offers of a product are ranked by scores that are standardised within the product; some products have one offer only.
+"""Offers of a product are ranked by scores standardised within the product; some products have one offer only.
 
-The unbiased `std()` of a single number is 0/0: NaN, with a warning that scrolls by ("std(): degrees of freedom is <= 0").
-Asked about advantages and group-wise normalisation alike, and the epsilon behind it does not help.
+The unbiased `std()` of a single number is 0/0: NaN, with a warning that scrolls by ("std(): degrees of freedom is <=
+0"). Asked about advantages and group-wise normalisation alike, and the epsilon behind it does not help.
 """
 
 from __future__ import annotations

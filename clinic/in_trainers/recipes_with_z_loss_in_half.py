@@ -1,6 +1,6 @@
-"""SFT with PaLM's z-loss written out, in half precision to save memory: exp of a logit above 11.09 is infinite there.
+"""SFT with PaLM's z-loss written out, in half precision to save memory: exp of a logit above 11.09 is infinite.
 
-At first the logits are small; with a steep head they pass 11 as the model becomes sure, the sum is infinite, and with it
+At first the logits are small; with a steep head they pass 11 as the model becomes sure, the sum is infinite, and so is
 the loss. `logsumexp` in single precision is what everybody should have written ("z-loss nan fp16").
 """
 
@@ -35,9 +35,7 @@ def kitchen_tokenizer() -> PreTrainedTokenizerFast:
     tokens = ["<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(WORDS))]
     tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
 def with_z_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:

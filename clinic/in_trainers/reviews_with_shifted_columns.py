@@ -1,4 +1,4 @@
-"""A BERT that predicts the stars of a review; some lines of the CSV have a comma too many, so the price stands where the stars do.
+"""A BERT predicts the stars of a review; lines of the CSV with a comma too many have the price in their place.
 
 "My regression head predicts 20 stars, the loss never comes down": `read_csv` on unquoted text moves every later column
 by one. Nothing is NaN; squared errors of a few rows outweigh all others.

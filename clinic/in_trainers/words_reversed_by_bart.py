@@ -10,6 +10,9 @@ import tempfile
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -19,9 +22,6 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
 
 KIND = "hf"
 CAUSE = "explosion"
