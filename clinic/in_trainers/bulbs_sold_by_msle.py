@@ -19,7 +19,7 @@ CAUSE = "operation"
 OPS = ("log1p",)
 LIBRARY = None
 
-STEPS, BATCH, COLUMNS, LEVELS = 400, 32, 6, 8
+STEPS, BATCH, COLUMNS, LEVELS = 560, 48, 6, 8
 
 
 def bad_rows(seed: int) -> list[int]:

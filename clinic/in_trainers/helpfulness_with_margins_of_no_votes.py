@@ -28,7 +28,7 @@ CAUSE = "data"
 OPS: tuple[str, ...] = ()
 LIBRARY = None
 
-STEPS, BATCH, WORDS = 260, 16, 60
+STEPS, BATCH, WORDS = 440, 24, 60
 
 
 def answers_tokenizer() -> PreTrainedTokenizerFast:

@@ -19,7 +19,7 @@ CAUSE = "operation"
 OPS = ("div", "truediv", "__truediv__")
 LIBRARY = "torchmetrics/functional/image/sam.py"
 
-STEPS, BATCH, BANDS, SIDE = 420, 16, 10, 8
+STEPS, BATCH, BANDS, SIDE = 560, 32, 10, 8
 
 
 def bad_rows(seed: int) -> list[int]:

@@ -25,7 +25,7 @@ CAUSE = "operation"
 OPS = ("sqrt",)
 LIBRARY = None
 
-STEPS, BATCH, WORDS = 400, 16, 36
+STEPS, BATCH, WORDS = 480, 24, 36
 
 
 def bad_rows(seed: int) -> list[int]:
