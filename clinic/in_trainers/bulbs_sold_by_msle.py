@@ -33,7 +33,7 @@ class SalesTransformer(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(COLUMNS * LEVELS, 32)
         layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(32, 1)
 
     def forward(self, columns: Tensor) -> Tensor:
