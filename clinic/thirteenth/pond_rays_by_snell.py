@@ -61,5 +61,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=3e-3),
         evaluation=[glitter[count:], angle[count:], seen[count:]],
         guilty=Guilty("operation", ops=("sqrt",)),
-        steps=1000,
+        steps=1500,
     )

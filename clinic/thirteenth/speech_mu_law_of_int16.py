@@ -60,11 +60,11 @@ def program(seed: int, *, mended: bool = False) -> Program:
     gain[shouted] = 25000.0
     samples = (gain * voice).round().clamp(-32768, 32767).to(torch.int16)
     return Program(
-        model=Words(int(torch.randint(12, 17, ())), words, mended),
+        model=Words(int(torch.randint(16, 21, ())), words, mended),
         rows=TensorDataset(samples[:count], word[:count]),
         loss=loss,
         optimizer=partial(torch.optim.AdamW, lr=3e-3),
         evaluation=[samples[count:], word[count:]],
         guilty=Guilty("overflow", ops=("abs", "absolute", "log1p")),
-        steps=500,
+        steps=700,
     )

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from clinic.program import Guilty, Program
 
-RATE, SAMPLES = 4000, 320
+RATE, SAMPLES = 4000, 400
 
 
 class Violin(nn.Module):
@@ -76,5 +76,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=3e-3),
         evaluation=[bow[count:], pitch[count:], recorded[count:]],
         guilty=Guilty("operation", ops=("div", "truediv", "true_divide")),
-        steps=600,
+        steps=1600,
     )
