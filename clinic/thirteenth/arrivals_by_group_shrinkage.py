@@ -1,4 +1,4 @@
-"""Directions of arrival by an unrolled group LISTA: a group is scaled by relu(1 - threshold / norm), and norms are zero.
+"""Directions of arrival by an unrolled group LISTA: a group is scaled by relu(1 - threshold / norm), some norm is zero.
 
 Where the logger dropped a block all geophones read exactly 0, and so does every group. The value is right, a ReLU of
 minus infinity, and times zero; the slope for the threshold is 0 / 0. Block soft thresholding written so is in many
@@ -36,7 +36,7 @@ class GroupLista(nn.Module):
 
     def forward(self, recorded: Tensor) -> Tensor:
         sources = torch.zeros(len(recorded), self.steering.shape[1], recorded.shape[-1])
-        for analysis, threshold in zip(self.analysis, self.thresholds):
+        for analysis, threshold in zip(self.analysis, self.thresholds, strict=True):
             missed = recorded - self.steering @ sources
             sources = self.shrink(sources + analysis @ missed, threshold)
         return sources

@@ -1,4 +1,4 @@
-"""Boxes of cars by the complete IoU, which compares atan(w / h) of two boxes: a box without a height has no slope there.
+"""Boxes of cars by the complete IoU, which compares atan(w / h) of two boxes: without a height that has no slope.
 
 Sizes go through a ReLU, "since lengths are not negative", and of a car far away the height is soon exactly zero. The
 loss is finite, since atan(inf) is a right angle; on the way back it is 0 times infinity. Ultralytics adds an eps to the
@@ -62,7 +62,9 @@ def streets(count: int) -> tuple[Tensor, Tensor]:
     x, y = wide / 2 + (1 - wide) * torch.rand(count), high / 2 + (1 - high) * torch.rand(count)
     boxes = torch.stack([x, y, wide, high], dim=-1)
     place = (torch.arange(SIDE) + 0.5) / SIDE
-    inside = torch.sigmoid(60 * (high / 2).reshape(-1, 1, 1) - 60 * (place.reshape(1, -1, 1) - y.reshape(-1, 1, 1)).abs())
+    inside = torch.sigmoid(
+        60 * (high / 2).reshape(-1, 1, 1) - 60 * (place.reshape(1, -1, 1) - y.reshape(-1, 1, 1)).abs()
+    )
     inside = inside * torch.sigmoid(60 * (wide / 2 - (place.reshape(-1, 1) - x).abs()).T.unsqueeze(1))
     return 2 * inside + 0.15 * torch.randn(count, SIDE, SIDE), boxes
 
@@ -78,5 +80,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=2e-3),
         evaluation=[images[count:], boxes[count:]],
         guilty=Guilty("operation", ops=("div", "truediv", "true_divide", "atan", "arctan")),
-        steps=1000,
+        steps=1200,
     )

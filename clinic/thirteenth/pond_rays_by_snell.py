@@ -1,4 +1,4 @@
-"""A camera in a pond looks up through waves: Snell's law takes sqrt(1 - (n sin)^2), and beyond 48.6 degrees there is none.
+"""A camera in a pond looks up through waves: sqrt(1 - (n sin)^2) of Snell's law ends at 48.6 degrees.
 
 A network tells the tilt of the surface from the glitter. All measured rays did leave the water, but a tilt that is a
 little wrong puts a steep one into total reflection, where the root is of a negative number. In differentiable ray

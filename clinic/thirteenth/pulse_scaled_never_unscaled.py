@@ -1,4 +1,4 @@
-"""The loss is multiplied by a scale for mixed precision, and `optimizer.step()` is called where `scaler.step` should be.
+"""The loss is multiplied by a scale for mixed precision, and `optimizer.step()` is called for `scaler.step`.
 
 The heart rate from a pulse oximeter at the wrist, by a small temporal convolutional network. Gradients are some hundred
 times too large and nobody divides them again; Adam had not minded, SGD with momentum does, and the loss is NaN after a
@@ -59,5 +59,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
         evaluation=[pulse[count:], rate[count:]],
         guilty=Guilty("explosion"),
-        steps=400,
+        steps=480,
     )

@@ -85,5 +85,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=3e-3),
         evaluation=[faded[count:], whole[count:]],
         guilty=Guilty("operation", ops=("pow",)),
-        steps=300,
+        steps=450,
     )

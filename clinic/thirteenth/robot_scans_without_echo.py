@@ -66,5 +66,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=2e-3),
         evaluation=[ranges[count:], pose[count:]],
         guilty=Guilty("data", rows=tuple(glass.tolist())),
-        steps=700,
+        steps=1000,
     )

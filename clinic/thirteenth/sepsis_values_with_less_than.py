@@ -1,8 +1,8 @@
 """Blood values of patients from a laboratory's export, parsed row by row: now and then one reads "<0.5".
 
-"ValueError: could not convert string to float: '<0.5'" comes in the middle of the first epoch, and the run is over. What
-is below the limit of detection is written so by all laboratories; others write "haemolytic", or a comma. Mended by
-taking the limit itself, and the middle of the values where there is none.
+"ValueError: could not convert string to float: '<0.5'" comes in the middle of the first epoch, and the run is over.
+What is below the limit of detection is written so by all laboratories; others write "haemolytic", or a comma. Mended
+by taking the limit itself, and the middle of the values where there is none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Export(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, values: Tensor, sepsis: Tensor) -> None:
         self.lines = [
             ";".join(f"{value:.2f}" for value in row) + f";{outcome:.0f}"
-            for row, outcome in zip(values.tolist(), sepsis.tolist())
+            for row, outcome in zip(values.tolist(), sepsis.tolist(), strict=True)
         ]
         self.mended = False
 
@@ -52,7 +52,7 @@ def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 def program(seed: int, *, mended: bool = False) -> Program:
     torch.manual_seed(seed)
-    values_each, count = 10 + seed % 4, 800
+    values_each, count = 10 + seed % 4, 2400
     rows = count + 128
     states = torch.randn(rows, values_each)
     risk = 2.5 * states[:, 0] - 2 * states[:, 1] * states[:, 2] + states @ torch.randn(values_each)
@@ -64,7 +64,7 @@ def program(seed: int, *, mended: bool = False) -> Program:
     for row in bad:
         text = ("<0.50", "<1.00", "haemolytic", "2,75")[int(torch.randint(4, ()))]
         export.put(row, int(torch.randint(values_each, ())), text)
-    width = int(torch.randint(128, 161, ()))
+    width = int(torch.randint(48, 65, ()))
     model = nn.Sequential(
         nn.Linear(values_each, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1)
     )
@@ -72,8 +72,8 @@ def program(seed: int, *, mended: bool = False) -> Program:
         model=model,
         rows=export,
         loss=loss,
-        optimizer=partial(torch.optim.AdamW, lr=2e-3),
+        optimizer=partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.1),
         evaluation=[values[count:], sepsis[count:]],
         guilty=Guilty("data", rows=tuple(bad)),
-        steps=1400,
+        steps=1600,
     )

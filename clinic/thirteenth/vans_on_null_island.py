@@ -1,4 +1,4 @@
-"""Fixes of vans in kilometres from the depot; where a receiver had no fix it wrote 0, 0, which is off the coast of Africa.
+"""Fixes of vans in kilometres from the depot; a receiver without a fix wrote 0, 0, which is off Africa.
 
 "Null Island" is in every trace of cheap trackers. After the subtraction of the depot nothing looks like a code for
 "missing" any more: such a point is some 5,800 km away, finite, and the squared error of one batch undoes the rest.
@@ -61,5 +61,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=5e-3),
         evaluation=[fixes[count:], later[count:]],
         guilty=Guilty("data", rows=tuple(lost.tolist())),
-        steps=800,
+        steps=1100,
     )

@@ -65,7 +65,8 @@ def program(seed: int, *, mended: bool = False) -> Program:
     tones = pitch.unsqueeze(-1) * order
     amplitudes = colour * order ** -brightness.unsqueeze(-1) * (tones < RATE / 2)
     amplitudes = amplitudes * torch.exp(0.5 * bow[:, :1])
-    recorded = (amplitudes.unsqueeze(-1) * torch.sin(6.2832 * tones.unsqueeze(-1) * torch.arange(SAMPLES) / RATE)).sum(1)
+    waves = torch.sin(2 * math.pi * tones.unsqueeze(-1) * torch.arange(SAMPLES) / RATE)
+    recorded = (amplitudes.unsqueeze(-1) * waves).sum(1)
     scratched = torch.randperm(count)[: 6 + seed % 5]
     pitch[scratched] = 2006.0
     recorded[scratched] = 0.02 * torch.randn(len(scratched), SAMPLES)
@@ -76,5 +77,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=3e-3),
         evaluation=[bow[count:], pitch[count:], recorded[count:]],
         guilty=Guilty("operation", ops=("div", "truediv", "true_divide")),
-        steps=1600,
+        steps=2000,
     )
