@@ -73,5 +73,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         evaluation=[images[count:], truth[count:]],
         guilty=Guilty("explosion"),
         batch_size=16,
-        steps=500,
+        steps=600,
     )

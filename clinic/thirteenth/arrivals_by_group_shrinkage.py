@@ -65,5 +65,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=3e-3),
         evaluation=[recorded[count:], sources[count:]],
         guilty=Guilty("operation", ops=("div", "truediv", "true_divide")),
-        steps=800,
+        steps=1200,
     )

@@ -55,11 +55,11 @@ def program(seed: int, *, mended: bool = False) -> Program:
     seen = refracted(inside) + 0.01 * torch.randn(rows, 2)
     angle = inside - tilt
     return Program(
-        model=Waves(features, int(torch.randint(40, 65, ()))),
+        model=Waves(features, int(torch.randint(96, 129, ()))),
         rows=TensorDataset(glitter[:count], angle[:count], seen[:count]),
         loss=partial(loss, least=1e-2 if mended else None),
         optimizer=partial(torch.optim.Adam, lr=3e-3),
         evaluation=[glitter[count:], angle[count:], seen[count:]],
         guilty=Guilty("operation", ops=("sqrt",)),
-        steps=1500,
+        steps=3000,
     )

@@ -60,11 +60,11 @@ def program(seed: int, *, mended: bool = False) -> Program:
         first, width = int(torch.randint(beams - 8, ())), int(torch.randint(2, 9, ()))
         ranges[row, first : first + width] = REACH if mended else torch.inf
     return Program(
-        model=Follower(beams, int(torch.randint(12, 19, ()))),
+        model=Follower(beams, int(torch.randint(24, 33, ()))),
         rows=TensorDataset(ranges[:count], pose[:count]),
         loss=loss,
         optimizer=partial(torch.optim.Adam, lr=2e-3),
         evaluation=[ranges[count:], pose[count:]],
         guilty=Guilty("data", rows=tuple(glass.tolist())),
-        steps=1000,
+        steps=1400,
     )

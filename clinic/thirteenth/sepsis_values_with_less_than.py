@@ -52,7 +52,7 @@ def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 def program(seed: int, *, mended: bool = False) -> Program:
     torch.manual_seed(seed)
-    values_each, count = 10 + seed % 4, 2400
+    values_each, count = 10 + seed % 4, 3200
     rows = count + 128
     states = torch.randn(rows, values_each)
     risk = 2.5 * states[:, 0] - 2 * states[:, 1] * states[:, 2] + states @ torch.randn(values_each)
@@ -75,5 +75,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.1),
         evaluation=[values[count:], sepsis[count:]],
         guilty=Guilty("data", rows=tuple(bad)),
-        steps=1600,
+        steps=2200,
     )

@@ -34,7 +34,7 @@ def program(seed: int, *, mended: bool = False) -> Program:
     places, speeds = 0.7 * torch.randn(count + 128, masses), torch.randn(count + 128, masses)
     truth = accelerations(places, speeds, 0.5 + torch.rand(masses + 1))
     states = torch.cat([places, speeds], dim=-1)
-    width = int(torch.randint(64, 97, ()))
+    width = int(torch.randint(128, 161, ()))
     model = nn.Sequential(
         nn.Linear(2 * masses, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, masses)
     )
@@ -46,5 +46,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         evaluation=[states[count:], truth[count:]],
         guilty=Guilty("explosion"),
         batch_size=64,
-        steps=1800,
+        steps=3200,
     )

@@ -61,5 +61,5 @@ def program(seed: int, *, mended: bool = False) -> Program:
         optimizer=partial(torch.optim.Adam, lr=5e-3),
         evaluation=[fixes[count:], later[count:]],
         guilty=Guilty("data", rows=tuple(lost.tolist())),
-        steps=1100,
+        steps=1700,
     )
