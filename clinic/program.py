@@ -37,6 +37,7 @@ SETS = (
     "tenth",
     "eleventh",
     "twelfth",
+    "thirteenth",
 )
 
 SMOKE = (  # of several sets and causes, a second each at seed 0: what the tests of the repository run
