@@ -9,6 +9,7 @@ undoes is retried inside of the optimizer's step, so `global_step` and the place
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -84,7 +85,16 @@ class Guarding(Follower):
         self._replace(trainer, "get_train_dataloader", self._get_train_dataloader, always=True)
         self._replace(trainer, "get_batch_samples", self._get_batch_samples, always=True)
         self._replace(trainer, "training_step", self._training_step)
-        for name in ("_prepare_inputs", "_get_grad_norm", "_evaluate", "_save_checkpoint", "_finalize_training"):
+        self._completed: Any = None  # completions of prompts, and the random numbers after them
+        of_scores = ("_generate",) if hasattr(trainer, "_generate") else ()
+        for name in (
+            "_prepare_inputs",
+            "_get_grad_norm",
+            "_evaluate",
+            "_save_checkpoint",
+            "_finalize_training",
+            *of_scores,
+        ):
             self._replace(trainer, name, getattr(self, name))
 
     def begin(self) -> None:
@@ -159,7 +169,10 @@ class Guarding(Follower):
         """Put back the numbers and tables of metrics in which trainers such as those of TRL count in their loss."""
         own = vars(self.trainer)
         numbers = {name: one for name, one in own.items() if type(one) in (int, float)}
-        metrics = {name: rebuilt(one) for name, one in own.items() if "metrics" in name and isinstance(one, dict)}
+        tables = (
+            (name, one) for name, one in own.items() if name.endswith(("metrics", "logs")) and isinstance(one, dict)
+        )
+        metrics = {name: rebuilt(one, copy.copy) for name, one in tables}
         try:
             yield
         finally:
@@ -216,16 +229,32 @@ class Guarding(Follower):
         return loss
 
     def _prepare_inputs(self, plain: Any, inputs: Any) -> Any:
-        """Prepare inputs, but generate them only once: what is repeated gets what was generated for it."""
+        """Prepare inputs, but complete prompts only once: what is repeated is scored again, as a score may have
+        broken, but for completions that serve several updates.
+        """
         if not (self.generates and self.trainer.model.training):
             return plain(inputs)
         fed, device = self.at_hand, self.trainer.args.device
-        if self.number >= len(fed.prepared):
-            fed.prepared.append((plain(inputs), randomness.capture(device)))
-            self.samples.keep(fed, fed.prepared[-1][0])
-        made, after = fed.prepared[self.number]
+        if is_new := self.number >= len(fed.prepared):
+            self._completed = None
+            made = plain(inputs)
+            fed.prepared.append((made, randomness.capture(device), self._completed))
+            self.samples.keep(fed, made)
+        made, after, self._completed = fed.prepared[self.number]
+        if not is_new and fed.prepared[0][2] is not None:
+            with self._unseen():
+                made = plain(inputs)
         randomness.restore(after, device)  # generation has drawn from it
         return dict(made)
+
+    def _generate(self, plain: Any, prompts: Any) -> Any:
+        if not self.trainer.model.training:
+            return plain(prompts)
+        device = self.trainer.args.device
+        if self._completed is None:
+            self._completed = plain(prompts), randomness.capture(device)
+        randomness.restore(self._completed[1], device)
+        return copy.deepcopy(self._completed[0])
 
     def _get_grad_norm(self, plain: Any, model: Any, grad_norm: Any = None) -> Any:
         norm = plain(model, grad_norm=grad_norm)
