@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributions import Distribution
+from torch.distributions import Distribution, constraints
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from resilient_train.ground.errors import text_of
@@ -284,16 +284,17 @@ _MOVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def call_distribution(called: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a distribution, or call a method of one; what its checks refuse is computed without them, and repaired."""
+    """Make a distribution, or call a method of one; what its checks refuse is moved to where they accept it."""
     try:
         return called(*args, **kwargs)
     except ValueError:
-        is_checked = Distribution._validate_args
-        Distribution.set_default_validate_args(False)
-        try:
-            return called(*args, **kwargs)
-        finally:
-            Distribution.set_default_validate_args(is_checked)
+        owner: Any = getattr(called, "__self__", None)
+        if owner is not None:
+            return called(*[_moved(value, owner.support) for value in args], **kwargs)
+        kind: Any = called
+        names = kind.__init__.__code__.co_varnames[1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        return kind(**{name: _moved(value, kind.arg_constraints.get(name)) for name, value in given.items()})
 
 
 def is_distribution(called: Any) -> bool:
@@ -301,3 +302,22 @@ def is_distribution(called: Any) -> bool:
     if isinstance(called, type):
         return issubclass(called, Distribution) and called.__module__.startswith("torch.distributions.")
     return isinstance(getattr(called, "__self__", None), Distribution)
+
+
+def _moved(value: Any, limit: Any) -> Any:
+    """Move the elements that a constraint refuses inside of its borders, or a matrix as a whole; NaN stays, and so do
+    vectors, of which no element alone is refused, and counts.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(limit, type(constraints.positive_definite)):
+        return _inside(torch.linalg.cholesky_ex, (value + value.mT) / 2)
+    if not hasattr(limit, "lower_bound") or limit.is_discrete:
+        return value
+    still, near = value.detach(), math.sqrt(torch.finfo(value.dtype).eps)
+    bounds = limit.lower_bound, getattr(limit, "upper_bound", math.inf)
+    lower, upper = (torch.as_tensor(bound, dtype=still.dtype, device=still.device) for bound in bounds)
+    away = near * (upper - lower).clamp(max=1.0)
+    inside = torch.where(limit.check(still) | still.isnan(), still, still.clamp(lower + away, upper - away))
+    finite = value.nan_to_num(0.0, 0.0, 0.0)
+    return inside + (finite - finite.detach())  # with the gradient of what was there, which can learn to return
