@@ -18,17 +18,16 @@ from resilient_train.ground.errors import ConfigError, TrainError
 from resilient_train.ground.reader import find_in_working_directory
 
 _HELP = """\
-Runs forward and backward of one batch under the microscope, and changes nothing: what every layer puts out and which
-gradients arrive there, the first operation that makes a value that is not finite, inputs that are out of scale. It
-takes the weights of the newest verified checkpoint, else the final ones, and the run's mixed precision. Give the
-overrides of the run: no model or data is built from its directory."""
+Runs forward and backward of the first batch of the data under the microscope, and changes nothing: what every layer
+puts out and which gradients arrive there, the first operation that makes a value that is not finite. It takes the
+weights of the newest verified checkpoint, else the final ones, and the run's mixed precision. Give the overrides of
+the run: no model or data is built from its directory."""
 _EXIT_CODES = "0 if loss and gradients are finite, 1 if not, 2 if RUN_DIR or the overrides do not fit"
 
 
 def main(words: list[str]) -> int:
     parser = parser_of("examine", _HELP, _EXIT_CODES)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the overrides of the run's own command")
-    parser.add_argument("--rows", help="rows of the data set, such as 3,77; default: the first data.batch_size rows")
     given = parser.parse_intermixed_args(words)
     if not is_run(given.run_dir):
         return no_run(given.run_dir)
@@ -66,17 +65,9 @@ def _examined(given: argparse.Namespace) -> Any:
     model = build.model_of(config)
     kept = (one.path for one in entries_of(run_dir) if one.kind == VERIFIED)
     weights.load_into(model, next(kept, run_dir), "RUN_DIR")
-    if given.rows:
-        try:
-            chosen = [rows[int(row)] for row in given.rows.split(",")]
-        except (IndexError, KeyError, ValueError, TypeError) as error:
-            raise ConfigError("--rows", given.rows, f"expected rows of the data set, such as 3,77 ({error})") from error
-    else:
-        chosen = list(islice(rows, config.data.batch_size))
     model.train()
-    batch = build.collate_of(config)(chosen)
-    mixed = config.accelerate.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
-    if mixed != "no":  # as `accelerator.prepare` does, which would take a GPU
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[mixed]
+    batch = build.collate_of(config)(list(islice(rows, config.data.batch_size)))
+    mixed = config.accelerate.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if dtype := {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed):  # as `accelerator.prepare` does, on a GPU
         model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype)(model.forward))
     return examine(model, objective, batch)

@@ -31,7 +31,6 @@ DEFAULT = (
     "trials:Trials",
     "lost_device:LostDevice",
     "drills:Drill",
-    "tensorboard:TensorBoard",
 )
 
 

@@ -20,12 +20,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
 
 from resilient_train.core.protocols import Hook
-from resilient_train.core.randomness import preserved
 from resilient_train.core.transaction import Transaction
-from resilient_train.core.tree import leaves, local_part
+from resilient_train.core.tree import local_part
 from resilient_train.data.trees import rebuilt
 from resilient_train.extensions import Extension
 from resilient_train.ground.errors import ConfigError
@@ -40,10 +38,6 @@ class Fault:
 
     name: ClassVar[str]
     seed: int = limited(0, at_least=0)  # of its random numbers
-
-    def lacks(self, thing: Any) -> str | None:
-        """Say why it cannot spoil this; None if it can."""
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,29 +85,13 @@ def _spoiled(tree: Any, factor: float, *, first_row: bool = False) -> Any:
     return rebuilt(tree, change)
 
 
-def _lacks_fractions(what: str, tree: Any) -> str | None:
-    return None if any(map(_has_fractions, leaves(tree))) else f"the {what} hold no floating-point numbers"
-
-
 class NanBatch(TickFault):
     """The first row of each micro-batch is NaN; the data set is fine."""
 
     name, spoils = "nan_batch", "batch"
 
-    def lacks(self, thing: Any) -> str | None:
-        return _lacks_fractions("batches", thing)
-
     def spoil(self, thing: Any, tick: int) -> Any:
         return _spoiled(thing, math.nan, first_row=True)
-
-
-class InfLoss(TickFault):
-    """The loss is infinite, and its gradients are NaN."""
-
-    name, spoils = "inf_loss", "loss"
-
-    def spoil(self, thing: Any, tick: int) -> Any:
-        return thing * math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +103,14 @@ class LossSpike(TickFault):
 
     def spoil(self, thing: Any, tick: int) -> Any:
         return thing * self.factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfLoss(LossSpike):
+    """The loss is infinite, and its gradients are NaN."""
+
+    name = "inf_loss"
+    factor: float = math.inf
 
 
 class NanGrad(TickFault):
@@ -182,18 +168,13 @@ class BadMoments(TickFault):
 
     name, spoils = "bad_moments", "state"
 
-    def lacks(self, thing: Any) -> str | None:
-        return None if any(self._moments(thing)) else "the optimizer has no moments, or none yet"
-
     def spoil(self, thing: Any, tick: int) -> Any:
-        for moment, factor in self._moments(thing):
-            moment.mul_(factor)
-        return thing
-
-    def _moments(self, thing: Any) -> Iterator[tuple[torch.Tensor, float]]:
         for optimizer in thing.optimizers:
             for state in optimizer.state.values():
-                yield from ((state[name], factor) for name, factor in _MOMENTS.items() if state.get(name) is not None)
+                for name in _MOMENTS.keys() & state.keys():
+                    if state[name] is not None:
+                        state[name].mul_(_MOMENTS[name])
+        return thing
 
 
 class Crash(TickFault):
@@ -230,15 +211,6 @@ class BadRow(Fault):
             return frozenset(self.rows)
         bad = min(count, max(1, round(self.share * count)))
         return frozenset(random.Random(_draw(self.name, self.seed)).sample(range(count), bad))
-
-    def lacks(self, thing: Any) -> str | None:
-        if isinstance(thing, IterableDataset) or not hasattr(type(thing), "__len__"):
-            return "the data set is read from front to back"
-        chosen = self.chosen(len(thing))
-        if max(chosen) >= len(thing):
-            return f"there is no row {max(chosen)}: the data set has {len(thing)}"
-        with preserved(torch.device("cpu")):  # an augmentation may draw random numbers
-            return _lacks_fractions("rows", thing[min(chosen)])
 
     def spoil(self, row: Any) -> Any:
         return _spoiled(row, self.factor if self.what == "outlier" else float(self.what))
@@ -310,8 +282,8 @@ class Drill(Extension, Hook):
 
     def wrapped(self, dataset: Any) -> Any:
         """Return the data set with its bad rows; the data set itself if the drill has none."""
-        for number, fault in list(self._faults.items()):
-            if isinstance(fault, BadRow) and self._is_possible(number, fault, dataset):
+        for fault in self._faults.values():
+            if isinstance(fault, BadRow) and hasattr(type(dataset), "__len__"):  # not one read from front to back
                 dataset = WithBadRows(dataset, fault)
         return dataset
 
@@ -356,13 +328,12 @@ class Drill(Extension, Hook):
 
         They strike in all micro-batches, and again where the tick is retried, except those of the state, which stay.
         """
-        for number, fault in list(self._faults.items()):
+        for number, fault in self._faults.items():
             if not isinstance(fault, TickFault) or fault.spoils != what or self.tick not in fault.at:
                 continue
-            if self._is_possible(number, fault, thing):
-                is_first = self._strike(number, fault, self.tick)
-                if fault.rank in ("all", self.rank) and (is_first or what != "state"):
-                    thing = fault.spoil(thing, self.tick)
+            is_first = self._strike(number, fault, self.tick)
+            if fault.rank in ("all", self.rank) and (is_first or what != "state"):
+                thing = fault.spoil(thing, self.tick)
         return thing
 
     def _in_training(self, what: str, thing: Any) -> Any:
@@ -381,11 +352,3 @@ class Drill(Extension, Hook):
         self._note("drill_fired", name=fault.name, tick=tick)
         log.info("drill: %s, on purpose%s", fault.name, f", at tick {tick}" if tick else "")
         return True
-
-    def _is_possible(self, number: int, fault: Fault, thing: Any) -> bool:
-        """Leave a fault out, with a warning, if it finds nothing to spoil."""
-        why = fault.lacks(thing)
-        if why is not None:
-            log.warning("drill: %s is left out: %s", fault.name, why)
-            del self._faults[number]
-        return why is None

@@ -70,14 +70,9 @@ class BatchErrors(Extension, OnError):
         return not last.is_relative_to(_OURS) or any(last.is_relative_to(home) for home in _USERS)
 
     def _others(self, open_updates: Sequence[Transaction]) -> Iterator[Any]:
-        """Yield batches of other rows, then the one of the update before at the same place, if that is as it was. First
-        the same prompts, where these are completed: by other words at another try.
-        """
+        """Yield batches of other rows, then the one of the update before at the same place, if that is as it was."""
         *pending, begun = open_updates
         samples, number = self._run.samples, len(begun.inputs) - 1
-        objective = self._run.backend.objective
-        if objective is not None and not objective.is_goal:
-            yield from [begun.inputs[number]] * _TRIED
         for draw in range(_TRIED if begun.update.keys else 0):
             with randomness.preserved(self._run.world.device):  # fetching rows changes it
                 try:

@@ -23,7 +23,7 @@ _ALIASES = {  # other names of the same operation
 # Families of operations that raise where a patch has a value.
 HAVE_VALUES = ("cholesky", "inverse", "solve", "multinomial", "binary_cross_entropy")
 # Operations that put in what they are given: a NaN in their result is one of the program's own.
-GIVE = ("where", "masked_fill", "full", "full_like", "new_full", "tensor", "new_tensor", "scalar_tensor", "index_fill")
+GIVE = ("where", "masked_fill", "full", "full_like", "tensor")
 _FAMILIES = {  # what a line may call for the same operation, for patches: the family has the name of one of them
     "reciprocal": "div",
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm"), "matmul"),

@@ -59,8 +59,7 @@ def line_of(error: BaseException, names: Mapping[int, str]) -> Raised:
     own = [at for at in users if not passed[at][0].f_code.co_filename.startswith(_SITE)] or users[-1:]
     line, inside = None, [frame for frame, _ in passed]  # `inside`: what that line called
     if own:
-        within = range(own[-1], len(passed))
-        asked = next((at for at in within if _is_of_distributions(inside[at])), 0)
+        asked = next((at for at in range(own[-1], len(passed)) if _is_of_distributions(inside[at])), 0)
         # What asks a distribution can be patched, whoever's it is.
         at = max([own[-1], *(at for at in users if at < asked)])
         frame, number = passed[at]

@@ -86,15 +86,8 @@ class Guarding(Follower):
         self._replace(trainer, "get_batch_samples", self._get_batch_samples, always=True)
         self._replace(trainer, "training_step", self._training_step)
         self._completed: Any = None  # completions of prompts, and the random numbers after them
-        of_scores = ("_generate",) if hasattr(trainer, "_generate") else ()
-        for name in (
-            "_prepare_inputs",
-            "_get_grad_norm",
-            "_evaluate",
-            "_save_checkpoint",
-            "_finalize_training",
-            *of_scores,
-        ):
+        own = ["_prepare_inputs", "_get_grad_norm", "_evaluate", "_save_checkpoint", "_finalize_training"]
+        for name in own + ["_generate"] * self.generates:
             self._replace(trainer, name, getattr(self, name))
 
     def begin(self) -> None:
@@ -168,15 +161,15 @@ class Guarding(Follower):
     def _unseen(self) -> Iterator[None]:
         """Put back the numbers and tables of metrics in which trainers such as those of TRL count in their loss."""
         own = vars(self.trainer)
-        numbers = {name: one for name, one in own.items() if type(one) in (int, float)}
-        tables = (
-            (name, one) for name, one in own.items() if name.endswith(("metrics", "logs")) and isinstance(one, dict)
-        )
-        metrics = {name: rebuilt(one, copy.copy) for name, one in tables}
+        counted = {
+            name: rebuilt(one, copy.copy)
+            for name, one in own.items()
+            if type(one) in (int, float) or (isinstance(one, dict) and name.endswith(("metrics", "logs")))
+        }
         try:
             yield
         finally:
-            own.update(numbers | metrics)
+            own.update(counted)
 
     def _loss_of(self, model: Any, batch: Any, place: _Place) -> torch.Tensor:
         self._replayed = replayed = list[torch.Tensor]()

@@ -90,9 +90,8 @@ def test_the_command_examines_a_batch_of_a_run(tmp_path: Path, capsys: pytest.Ca
     assert "no weights" in capsys.readouterr().err
     assert not (tmp_path / "checkpoints").exists()
     save_file({name: one * 0 for name, one in model_of(made.config).state_dict().items()}, tmp_path / WEIGHTS)
-    assert examined("--rows", "3,7") == 1
+    assert examined() == 1
     said = capsys.readouterr().out
-    assert "[2, " in said
     assert "bfloat16" in said
     assert examined("model.hidden=[3]") == 2
     assert "give the overrides of its command" in capsys.readouterr().err

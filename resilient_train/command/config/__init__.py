@@ -59,5 +59,4 @@ class Config:
     checkpoint: CheckpointConfig
     tracking: TrackingConfig
     drill: dict[str, Any]
-    tensorboard: bool
     experiment: str | None = None

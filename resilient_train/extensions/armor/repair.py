@@ -147,7 +147,7 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
 def _without_nan(leaf: Any) -> Any:
     """Return 0 for a number that is NaN, or a tensor of one that nothing learns."""
     if is_repairable(leaf) and leaf.numel() == 1 and not leaf.requires_grad:
-        return torch.nan_to_num(leaf, 0.0, math.inf, -math.inf)
+        return leaf.nan_to_num(0.0, math.inf, -math.inf)
     return 0.0 if isinstance(leaf, float) and leaf != leaf else leaf
 
 

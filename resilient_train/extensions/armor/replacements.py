@@ -6,6 +6,7 @@ Only at run time it is known whether `x.norm(...)` is one, or a user's module's.
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,16 +58,13 @@ def call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
         is_torchs = all(is_torchs_own(type(part)) for part in called.modules())
     elif name := torchs_name(called):
         return call_and_repair(called, name, args, kwargs)
+    elif repair.is_distribution(called):
+        with _EveryOperation():
+            return repair.call_distribution(called, args, kwargs)
     else:
-        is_torchs = is_torchs_code(called) or repair.is_distribution(called)
-    if not is_torchs:
+        is_torchs = is_torchs_code(called)
+    with _EveryOperation() if is_torchs else nullcontext():
         return called(*args, **kwargs)
-    with _EveryOperation():
-        return (
-            repair.call_distribution(called, args, kwargs)
-            if repair.is_distribution(called)
-            else called(*args, **kwargs)
-        )
 
 
 class _EveryOperation(TorchFunctionMode):

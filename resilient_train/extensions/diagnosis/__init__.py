@@ -50,7 +50,7 @@ _OF_THE_RATE = (
 )
 _MIN_SHARE = 0.5  # of a rise of the loss: what causes less of it is not to blame
 _FAR_LOWER = 2.0  # times
-_LOOK = 10.0  # seconds for a look through all rows, for those that are like bad ones
+_LOOK = 5.0  # seconds for a look through all rows, for those that are like bad ones
 _LOSS = attrgetter("loss")
 
 
@@ -115,24 +115,25 @@ class CauseFinder(Extension, Diagnoser):
             rose = fact("rate_rose", times=leap.factor, before=leap.step - 1, step=leap.step, is_sudden=is_sudden)
             to = leap.usual * leap.factor if leap.is_sudden else 0.0
             return Diagnosis(Cause.RATE, rose, usual_rate=leap.usual, leapt_to=to)
-        return self._with_alike(found, update, history)
+        return self._with_alike(found, update)
 
-    def _with_alike(self, found: Diagnosis, update: Update, history: Sequence[Incident]) -> Diagnosis:
-        """Add all rows with the marks of those that were found, within the budget: one fault is one incident."""
-        run, samples, marks = self._run, self._run.samples, _marks(found)
-        known = {(mark["fact"], mark.get("field")) for one in history for mark in _marks(one.diagnosis)}
-        if known.issuperset((mark["fact"], mark.get("field")) for mark in marks):
-            return found  # there are none, or all rows were looked at for them
-        key, until, odd = update.keys[0][0], monotonic() + _LOOK, dict[int, Facts]()
+    def _with_alike(self, found: Diagnosis, update: Update) -> Diagnosis:
+        """Add the rows that have the marks of those that were found, within the budget: one fault is one incident."""
+        run, samples = self._run, self._run.samples
+        marks = [mark for advice in found.reasons.values() for mark in advice[0].get("why", ())]
+        if not marks:
+            return found
+        until, reasons, start = monotonic() + _LOOK, dict[int, Facts](), max(found.rows)
         with randomness.preserved(run.world.device):
-            for row in range(run.world.rank, samples.rows, run.world.size):
+            for place in range(start, start + samples.rows)[run.world.rank :: run.world.size]:
+                run.beat()
+                key = update.keys[0][0]._replace(row=place % samples.rows)
                 if monotonic() > until:
                     break
-                run.beat()
-                if row not in samples.stream.quarantined:
-                    odd[row] = by_rows.alike(samples.fetched(key._replace(row=row)), marks)[:3]
-        more = {row: why for some in run.world.all_of(odd) for row, why in some.items() if why}
-        reasons = {row: fact("bad_rows", rows=[row], why=why) for row, why in more.items()} | {**found.reasons}
+                if key.row not in samples.stream.quarantined and (why := by_rows.alike(samples.fetched(key), marks)):
+                    reasons[key.row] = fact("bad_rows", rows=[key.row], why=why[:3])
+        for more in (*run.world.all_of(reasons), found.reasons):
+            reasons |= more
         rows = tuple(sorted(reasons))
         if len(rows) + samples.quarantined > run.policy.budget.rows_of(samples.rows):
             return found
@@ -215,11 +216,6 @@ class CauseFinder(Extension, Diagnoser):
             earlier, later = losses[:place], losses[place:]
             if 0 <= _FAR_LOWER * max(later) < min(earlier):
                 raise NewRegime(fact("fell", was=median(earlier), now=median(later)), median(earlier))
-
-
-def _marks(found: Diagnosis) -> list[Mapping[str, Any]]:
-    """What is wrong with the rows that are blamed."""
-    return [mark for advice in found.reasons.values() for mark in advice[0].get("why", ())]
 
 
 @torch.no_grad()

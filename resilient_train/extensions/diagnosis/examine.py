@@ -21,7 +21,7 @@ from resilient_train.extensions.diagnosis.microscope import floating, range_of
 from resilient_train.extensions.diagnosis.search import Replay
 from resilient_train.extensions.diagnosis.verdict import Observations
 from resilient_train.ground.types import Diagnosis
-from resilient_train.ground.wording import blamed, say
+from resilient_train.ground.wording import say
 from resilient_train.parts.modes import Attributes
 from resilient_train.parts.run import Measured
 
@@ -55,8 +55,7 @@ class Examined:
     def __str__(self) -> str:
         lines = [f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.4g}", *map(str, self.layers)]
         if self.diagnosis is not None:
-            where = f" ({say(blamed(self.diagnosis)[:1])})" if self.diagnosis.culprit is not None else ""
-            lines += [f"cause {self.diagnosis.cause}{where}", f"advice: {say(self.diagnosis.advice)}"]
+            lines += [f"cause {self.diagnosis.cause}", f"advice: {say(self.diagnosis.advice)}"]
         return "\n".join(lines)
 
 

@@ -82,7 +82,7 @@ def alike(row: Any, marks: Sequence[Mapping[str, Any]]) -> Facts:
     """
     if isinstance(row, Exception):
         return fact("text", text=in_one_line(row)) if any(mark["fact"] == "text" for mark in marks) else ()
-    bad = {mark["field"] for mark in marks if mark["fact"] == "row_not_finite"}
+    bad = {mark.get("field") for mark in marks if "usual" not in mark}
     found = tuple(one for one in nonfinite_fields(row) if one["field"] in bad)
     for field, values in _fields(row):
         far = (mark for mark in marks if "usual" in mark and mark["field"] == field)
@@ -91,7 +91,7 @@ def alike(row: Any, marks: Sequence[Mapping[str, Any]]) -> Facts:
 
 
 def _is_as_far(size: float, mark: Mapping[str, Any]) -> bool:
-    usual, out = max(mark["usual"], sys.float_info.min), abs(mark["value"])
+    usual, out = mark["usual"] or sys.float_info.min, abs(mark["value"])
     return 0 < size < math.inf and _NEARER * abs(math.log(size / out)) < abs(math.log(size / usual))
 
 
