@@ -283,7 +283,7 @@ class Drill(Extension, Hook):
     def wrapped(self, dataset: Any) -> Any:
         """Return the data set with its bad rows; the data set itself if the drill has none."""
         for fault in self._faults.values():
-            if isinstance(fault, BadRow) and hasattr(type(dataset), "__len__"):  # not one read from front to back
+            if isinstance(fault, BadRow) and hasattr(dataset, "__len__"):  # not one read from front to back
                 dataset = WithBadRows(dataset, fault)
         return dataset
 

@@ -64,7 +64,7 @@ def test_what_breaks_is_named_with_advice() -> None:
     assert found.diagnosis.culprit is not None
     assert (found.diagnosis.cause, found.diagnosis.culprit.op) == (Cause.OPERATION, "log")
     assert found.diagnosis.culprit.file == __file__
-    assert "cause operation (log, " in str(found)
+    assert "cause operation\nadvice: `log` at " in str(found)
 
 
 OVERRIDES = [

@@ -62,7 +62,7 @@ def test_two_processes_are_cured_as_one_is(
     losses = [summary(folder / "run")["final_loss"] for folder in (one, two)]
     assert losses[1] == pytest.approx(losses[0], rel=ROUNDING)
     causes = [cause for cause, *_ in cures(one)]
-    expected = ["data", "data", "data", "transient", "transient", "transient", "corruption", "optimizer"]
+    expected = ["data", "data", "transient", "transient", "transient", "corruption", "optimizer"]
     assert causes == expected
     named = {found["signal"]: found["ranks"] for found in met(two)[2:]}
     assert named.pop("loss_spike") == []  # both see the mean

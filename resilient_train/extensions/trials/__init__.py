@@ -133,6 +133,7 @@ class Trials(Extension, Hook):
         if not is_old or left < 2 * cost_of(steps, JUDGED) + cost_of(0, 2 * JUDGED):
             return None
         since = verified[-1]
+        highest, *rates = parts.policy.rates
         with suppress(TrialStopped), self._trial():
             now, arms, control = self._begin(), list[Arm](), None
 
@@ -141,12 +142,12 @@ class Trials(Extension, Hook):
                     if left - self._cost >= 2 * cost_of(steps, JUDGED):  # one more for the control
                         arms.append(self._run(rate, steps, since))
 
-            soon = 1 + (not learns(now, first))  # what has learned nothing may be further off
-            add_arms(*parts.policy.rates[:soon])
+            is_thrown = now.loss - first > 2 * abs(first)  # then any rate that is low enough does better
+            add_arms(highest, *(rates if is_thrown else ()))
             if any(is_lower(arm, now) for arm in arms):
                 control = self._run(1.0, steps, since)
-                if any(beats(arm, control, now, first) for arm in arms):
-                    add_arms(*parts.policy.rates[soon:])
+                if not is_thrown and any(beats(arm, control, now, first) for arm in arms):
+                    add_arms(*rates)
             winners = [arm for arm in arms if control is not None and beats(arm, control, now, first)]
             nearest = min(arms, key=lambda arm: arm.loss)
             longer = min(step - since.step, left - self._cost - cost_of(0, JUDGED))
