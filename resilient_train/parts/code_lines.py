@@ -92,8 +92,11 @@ def _called(frame: FrameType) -> str:
 @cache
 def is_users(file: str) -> bool:
     """Say whether a file is a user's own or a library's of models, whose lines can be patched: torch's never are."""
-    is_not = file.startswith(("<frozen", _OURS, *_homes("torch", "accelerate", "hydra", "omegaconf")))
-    return file.startswith(_ZOO) or not (is_not or (file.startswith(_STANDARD) and not file.startswith(_SITE)))
+    if file.startswith(_ZOO):
+        return True
+    if file.startswith(("<frozen", _OURS, *_homes("torch", "accelerate", "hydra", "omegaconf"))):
+        return False
+    return file.startswith(_SITE) or not file.startswith(_STANDARD)
 
 
 def called_by_us(frames: Sequence[FrameType]) -> Sequence[FrameType]:

@@ -85,8 +85,9 @@ def examine(model: nn.Module, objective: Callable[[Any, Any], Any], batch: Any) 
     diagnosis = None
     if not (isfinite(found.loss) and isfinite(found.norm)):
         bad = rows.nonfinite_fields(batch)
-        failure = bad or found.failure
-        seen = Observations(True, origin=found.origin, batch_is_bad=bool(bad), error=found.raised, failure=failure)
+        seen = Observations(
+            True, origin=found.origin, batch_is_bad=bool(bad), error=found.raised, failure=bad or found.failure
+        )
         diagnosis = verdict.of_error(seen) if found.raised else verdict.of_nonfinite(seen)
     return Examined(found.loss, found.norm, tuple(layers), diagnosis)
 
