@@ -86,7 +86,7 @@ def no_complaints(person: Console) -> Iterator[None]:
 def test_the_first_screen_has_the_verdict_and_what_to_do(person: Console, shown: Shown) -> None:
     """On a laptop, with MLflow's assistant open as it is at first, and nothing pressed or scrolled."""
     words = person.first_screen(SHOTS / "first-screen.png")
-    assert "Recovered. Do: Look at rows 44, 78 and 106: their incidents" in words
+    assert "Recovered. Do: Rows 44, 78 and 106: element 0 at [2] is NaN; fix or remove them." in words
 
 
 def test_the_overview_tells_the_story(person: Console, shown: Shown) -> None:
