@@ -76,8 +76,11 @@ def child(file: Path, name: str, seed: int, arm: str, folder: Path, tree: str | 
     import torch
 
     torch.set_num_threads(1)
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    multiprocessing.set_start_method("fork", force=True)  # a worker of a loader cannot import a program by its name
     if arm == "skip":
-        torch.optim.optimizer.register_optimizer_step_pre_hook(skip)
+        register_optimizer_step_pre_hook(skip)
     logger = logging.getLogger("resilient_train")
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.FileHandler(folder / "log"))
