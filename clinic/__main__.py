@@ -48,6 +48,7 @@ OTHERS = {  # kinds of programs with a harness of their own
     "noisy": "clinic.noisy",
     "climbing": "clinic.climbing",
     "trainers": "clinic.trainers",
+    "reach": "clinic.reach",
     "restarts": "clinic.restarts",
     "matrix": "clinic.matrix",
     "hot": "clinic.hot_stretch",
