@@ -6,7 +6,6 @@ Model, data and objective are those of the command line, as nothing that a run d
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from itertools import islice
 from pathlib import Path
@@ -20,8 +19,8 @@ from resilient_train.ground.reader import find_in_working_directory
 _HELP = """\
 Runs forward and backward of the first batch of the data under the microscope, and changes nothing: what every layer
 puts out and which gradients arrive there, the first operation that makes a value that is not finite. It takes the
-weights of the newest verified checkpoint, else the final ones, and the run's mixed precision. Give the overrides of
-the run: no model or data is built from its directory."""
+weights of the newest verified checkpoint, else the final ones, and computes in their type. Give the overrides of the
+run: no model or data is built from its directory."""
 _EXIT_CODES = "0 if loss and gradients are finite, 1 if not, 2 if RUN_DIR or the overrides do not fit"
 
 
@@ -44,7 +43,6 @@ def main(words: list[str]) -> int:
 def _examined(given: argparse.Namespace) -> Any:
     # Here, as it imports torch, which takes seconds.
     import torch
-    from accelerate.utils import convert_outputs_to_fp32
 
     from resilient_train.command import build
     from resilient_train.command.config import compose
@@ -67,7 +65,4 @@ def _examined(given: argparse.Namespace) -> Any:
     weights.load_into(model, next(kept, run_dir), "RUN_DIR")
     model.train()
     batch = build.collate_of(config)(list(islice(rows, config.data.batch_size)))
-    mixed = config.accelerate.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if dtype := {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed):  # as `accelerator.prepare` does, on a GPU
-        model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype)(model.forward))
     return examine(model, objective, batch)

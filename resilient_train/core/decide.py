@@ -48,13 +48,11 @@ def decide(policy: Policy, case: Case, history: Sequence[Incident]) -> Decision:
 
 
 def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
-    """Select what applies; nothing without its main remedy, or if a warm-up is left alone, without the rewind."""
-    names = {action.remedy for action in rung.do}
+    """Select what applies; nothing without its main remedy."""
     rewinds = any(action.remedy == "rewind" for action in applicable(rung.do, case))
     actions = applicable(rung.do, replace(case, rewinds=rewinds))
-    lacks_main = any(KNOWN[name].is_main for name in names - {one.remedy for one in actions})
-    only_warms_up = all(one.remedy == "lower_lr" and one.settings.get("factor") == 1 for one in actions)
-    return () if lacks_main or (only_warms_up and "rewind" in names and not rewinds) else actions
+    lacks_main = any(KNOWN[name].is_main for name in {one.remedy for one in rung.do} - {one.remedy for one in actions})
+    return () if lacks_main else actions
 
 
 def _relevant(history: Sequence[Incident], healthy_until: int) -> list[Incident]:

@@ -141,11 +141,11 @@ class Samples(ABC):
         return self._fetcher.collated(keys)
 
     def fetched(self, key: Key) -> Any:
-        """Fetch one row, or the exception that it raises. Leaves the host's generators in any state."""
+        """Fetch one row; None if it raises. Leaves the host's generators in any state."""
         try:
             return self._fetcher.fetch(key)
-        except Exception as error:
-            return error
+        except Exception:
+            return None
 
     def others(self, keys: Sequence[Key], draw: int, *, least: int = 1) -> list[Key]:
         """Return as many other healthy rows, or `least`, for comparison: the same ones for the same draw."""

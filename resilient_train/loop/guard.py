@@ -441,7 +441,7 @@ class Guard(EngineGuard):
         if self.attempted_step >= last and not self.stopped:
             what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
             log.info("no batches: nothing is left of the %s %s", counted(last, "step"), what)
-        with without_nan_check(), self._watched():  # a batch that is copied to a lost device may notice it first
+        with without_nan_check():
             for batch in self.updates_until(last, plan=self.steps):
                 self._direct_steps.running = "loop"
                 try:

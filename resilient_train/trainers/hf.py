@@ -85,9 +85,10 @@ class Guarding(Follower):
         self._replace(trainer, "get_train_dataloader", self._get_train_dataloader, always=True)
         self._replace(trainer, "get_batch_samples", self._get_batch_samples, always=True)
         self._replace(trainer, "training_step", self._training_step)
-        self._completed: Any = None  # completions of prompts, and the random numbers after them
+        self._completed: list[Any] = []  # completions of prompts, and the random numbers after them
+        self._again: Iterator[Any] | None = None  # the same, where an update is repeated
         own = ["_prepare_inputs", "_get_grad_norm", "_evaluate", "_save_checkpoint", "_finalize_training"]
-        for name in own + ["_generate"] * self.generates:
+        for name in own + ["_generate"] * hasattr(trainer, "_generate"):
             self._replace(trainer, name, getattr(self, name))
 
     def begin(self) -> None:
@@ -222,32 +223,40 @@ class Guarding(Follower):
         return loss
 
     def _prepare_inputs(self, plain: Any, inputs: Any) -> Any:
-        """Prepare inputs, but complete prompts only once: what is repeated is scored again, as a score may have
-        broken, but for completions that serve several updates.
+        """Prepare inputs, but complete prompts only once: what is repeated is scored again, as a score may have broken,
+        where each update has completions of its own.
         """
-        if not (self.generates and self.trainer.model.training):
+        trainer, args = self.trainer, self.trainer.args
+        if not (self.generates and trainer.model.training):
             return plain(inputs)
-        fed, device = self.at_hand, self.trainer.args.device
-        if is_new := self.number >= len(fed.prepared):
-            self._completed = None
+        fed, number = self.at_hand, self.number
+        if is_new := number >= len(fed.prepared):
+            self._completed, self._again = [], None
             made = plain(inputs)
-            fed.prepared.append((made, randomness.capture(device), self._completed))
+            fed.prepared.append((made, randomness.capture(args.device), self._completed))
             self.samples.keep(fed, made)
-        made, after, self._completed = fed.prepared[self.number]
-        if not is_new and fed.prepared[0][2] is not None:
+        made, after, completed = fed.prepared[number]
+        if (
+            not is_new
+            and fed.prepared[0][2]
+            and args.gradient_accumulation_steps == args.steps_per_generation * args.num_iterations
+        ):
+            self._again = iter(completed)
             with self._unseen():
+                trainer._step = fed.places[0].batches + number
                 made = plain(inputs)
-        randomness.restore(after, device)  # generation has drawn from it
+        randomness.restore(after, args.device)  # generation has drawn from it
         return dict(made)
 
-    def _generate(self, plain: Any, prompts: Any) -> Any:
-        if not self.trainer.model.training:
-            return plain(prompts)
+    def _generate(self, plain: Any, *given: Any, **more: Any) -> Any:
         device = self.trainer.args.device
-        if self._completed is None:
-            self._completed = plain(prompts), randomness.capture(device)
-        randomness.restore(self._completed[1], device)
-        return copy.deepcopy(self._completed[0])
+        if self._again is None or not self.trainer.model.training:
+            made = plain(*given, **more)
+            self._completed.append((copy.deepcopy(made), randomness.capture(device)))
+            return made
+        made, after = next(self._again)
+        randomness.restore(after, device)
+        return copy.deepcopy(made)
 
     def _get_grad_norm(self, plain: Any, model: Any, grad_norm: Any = None) -> Any:
         norm = plain(model, grad_norm=grad_norm)

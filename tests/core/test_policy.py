@@ -151,7 +151,6 @@ def test_a_rung_for_the_start_of_a_run(steps: list[int], expected: list[int]) ->
         (["repeat"], landed(9), {}, []),
         (["lower_lr", "tighten_clip"], landed(9), {"own_rates": True}, ["tighten_clip"]),
         (["rewind", {"lower_lr": {"factor": 1, "rewarm": 10}}], landed(9), {}, ["rewind", "lower_lr"]),
-        (["rewind", {"lower_lr": {"factor": 1, "rewarm": 10}}], landed(9), {"snapshots": 0}, []),  # a warm-up alone
         (
             ["tighten_clip", "lower_lr", "skip", {"rewind": {"steps": 9}}],
             landed(9),

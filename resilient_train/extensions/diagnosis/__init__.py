@@ -51,6 +51,7 @@ _OF_THE_RATE = (
 _MIN_SHARE = 0.5  # of a rise of the loss: what causes less of it is not to blame
 _FAR_LOWER = 2.0  # times
 _LOOK = 5.0  # seconds for a look through all rows, for those that are like bad ones
+_TRIED = 4  # of these, or a few more: whether they break a batch
 _LOSS = attrgetter("loss")
 
 
@@ -115,28 +116,33 @@ class CauseFinder(Extension, Diagnoser):
             rose = fact("rate_rose", times=leap.factor, before=leap.step - 1, step=leap.step, is_sudden=is_sudden)
             to = leap.usual * leap.factor if leap.is_sudden else 0.0
             return Diagnosis(Cause.RATE, rose, usual_rate=leap.usual, leapt_to=to)
-        return self._with_alike(found, update)
+        return self._with_alike(found, refused)
 
-    def _with_alike(self, found: Diagnosis, update: Update) -> Diagnosis:
-        """Add the rows that have the marks of those that were found, within the budget: one fault is one incident."""
+    def _with_alike(self, found: Diagnosis, refused: Transaction | None) -> Diagnosis:
+        """Add the rows with the marks of those that were found, if some of them break a batch, too: one fault is one
+        incident. Not beyond the budget.
+        """
         run, samples = self._run, self._run.samples
-        marks = [mark for advice in found.reasons.values() for mark in advice[0].get("why", ())]
-        if not marks:
+        marks = [mark for advice in found.reasons.values() for mark in advice[0].get("why", ()) if "field" in mark]
+        if not marks or refused is None or self._search is None:
             return found
+        allowed = run.policy.budget.rows_of(samples.rows) - samples.quarantined
         until, reasons, start = monotonic() + _LOOK, dict[int, Facts](), max(found.rows)
         with randomness.preserved(run.world.device):
             for place in range(start, start + samples.rows)[run.world.rank :: run.world.size]:
                 run.beat()
-                key = update.keys[0][0]._replace(row=place % samples.rows)
+                key = refused.update.keys[0][0]._replace(row=place % samples.rows)
                 if monotonic() > until:
                     break
                 if key.row not in samples.stream.quarantined and (why := by_rows.alike(samples.fetched(key), marks)):
                     reasons[key.row] = fact("bad_rows", rows=[key.row], why=why[:3])
-        for more in (*run.world.all_of(reasons), found.reasons):
-            reasons |= more
+            for more in run.world.all_of(reasons):
+                reasons |= more
+            others = sorted(reasons.keys() - {*found.rows})
+            reasons |= found.reasons
+            if len(reasons) > allowed or not self._search.each_breaks(refused, others[:: len(others) // _TRIED + 1]):
+                return found
         rows = tuple(sorted(reasons))
-        if len(rows) + samples.quarantined > run.policy.budget.rows_of(samples.rows):
-            return found
         first = {**reasons[rows[0]][0], "rows": [*rows]}
         return replace(found, rows=rows, reasons=reasons, advice=(first, *found.advice[1:]))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import SequenceKey, tree_flatten_with_path
 
 from resilient_train.core.tree import with_dicts
-from resilient_train.ground.errors import in_one_line
 from resilient_train.ground.types import Facts, fact
 
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
@@ -78,20 +76,21 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> Facts:
 
 def alike(row: Any, marks: Sequence[Mapping[str, Any]]) -> Facts:
     """Name what a row has in common with others that are bad, by their marks: the same field is not finite, or about
-    as far out; or it raises, too.
+    as far out.
     """
-    if isinstance(row, Exception):
-        return fact("text", text=in_one_line(row)) if any(mark["fact"] == "text" for mark in marks) else ()
-    bad = {mark.get("field") for mark in marks if "usual" not in mark}
+    bad = {mark["field"] for mark in marks if mark["fact"] == "row_not_finite"}
     found = tuple(one for one in nonfinite_fields(row) if one["field"] in bad)
     for field, values in _fields(row):
-        far = (mark for mark in marks if "usual" in mark and mark["field"] == field)
-        found += tuple({**mark, **_largest_of(field, values)} for mark in far if _is_as_far(_size(values), mark))
+        found += tuple(
+            {**mark, **_largest_of(field, values)}
+            for mark in marks
+            if mark["field"] == field and "usual" in mark and _is_as_far(_size(values), mark)
+        )
     return found
 
 
 def _is_as_far(size: float, mark: Mapping[str, Any]) -> bool:
-    usual, out = mark["usual"] or sys.float_info.min, abs(mark["value"])
+    usual, out = mark["usual"] or 1.0, abs(mark["value"])
     return 0 < size < math.inf and _NEARER * abs(math.log(size / out)) < abs(math.log(size / usual))
 
 

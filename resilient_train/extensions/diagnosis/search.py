@@ -80,9 +80,6 @@ class Replay:
     def __post_init__(self) -> None:
         self._bare: nn.Module = getattr(self.model, "_orig_mod", self.model)
         self.is_sharded = any(map(is_sharded, self._bare.parameters()))
-        # A forward may update frozen weights (a teacher). Only those that have changed are backed up: all are many.
-        frozen = [weight for weight in self._bare.parameters() if not weight.requires_grad]
-        self._versions = [(weight, weight._version) for weight in frozen]
 
     def of(self, batches: Sequence[Any], start: int, attributes: Saved = (), *, watched: bool = False) -> Replayed:
         """Replay the update at position `start` with these batches, beginning with `attributes` of the modules; and
@@ -90,7 +87,6 @@ class Replay:
         """
         microscope = Microscope(self._bare, self.is_patched) if watched else None
         gradients = [(weight, weight.grad) for weight in self._bare.parameters()]
-        moving = [(weight, weight.detach().clone()) for weight, version in self._versions if weight._version != version]
         for weight, _ in gradients:
             weight.grad = None
         may_be_compiled = hasattr(self.model, "_orig_mod") or "torch._dynamo" in sys.modules
@@ -110,9 +106,6 @@ class Replay:
                 self.drop_gradients()
                 for weight, gradient in gradients:
                     weight.grad = gradient
-                with torch.no_grad():
-                    for weight, value in moving:
-                        weight.copy_(value)
         return replace(measured, origin=microscope.origin) if microscope is not None else measured
 
     def _loss(self, batches: Sequence[Any], start: int, microscope: Microscope | None) -> float:
@@ -251,12 +244,24 @@ class Search:
 
         def breaks(places: Sequence[int]) -> bool:
             kept = {place - first for place in places}
-            mixed = [keys[place] if place in kept else other for place, other in enumerate(filler or ())]
-            tried = self._replayed(refused, mixed)
-            return self._on_any(not tried.failure and _would_refuse(refused, tried))
+            return self._breaks(
+                refused, [keys[place] if place in kept else other for place, other in enumerate(filler or ())]
+            )
 
         found = by_rows.guilty(sum(counts) if all(counts) else 0, breaks)
         return [key for place, key in enumerate(keys, first) if place in found]
+
+    def each_breaks(self, refused: Transaction, rows: Sequence[int]) -> bool:
+        """Whether each of these rows of the data breaks a batch that is healthy without it."""
+        filler = self._control(refused)[0] if rows else None
+        if self._on_any(filler is None):
+            return False
+        assert filler is not None
+        return all(self._breaks(refused, [filler[0]._replace(row=row), *filler[1:]]) for row in rows)
+
+    def _breaks(self, refused: Transaction, keys: Sequence[Key]) -> bool:
+        tried = self._replayed(refused, keys)
+        return self._on_any(not tried.failure and _would_refuse(refused, tried))
 
     def _are_rare(self, refused: Transaction, found: Sequence[Key], origin: Origin | None) -> bool:
         """Whether rows alone break an operation of data, and hardly any of a hundred others for each of them does."""

@@ -215,7 +215,7 @@ def of_nonfinite(seen: Observations) -> Diagnosis:
     seen_with = fact("seen_with", rows=rows) if rows else ()
     if origin is not None and origin.was_given:
         found = Diagnosis(Cause.OPERATION, fact("is_given", where=where) + seen_with, rows=seen.rows)
-        return seen.with_line(found, patchable=origin.op in GIVE and origin.kind == "nan")
+        return seen.with_line(found, patchable=seen.everywhere and origin.op in GIVE and origin.kind == "nan")
     if seen.leaps or (seen.climbs and (origin is None or seen.overflows)):  # the line is where it shows, not the cause
         return Diagnosis(Cause.EXPLOSION, fact("climbed", times=max(seen.climb, seen.leap), where=where))
     if seen.is_thrown:
