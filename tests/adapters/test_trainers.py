@@ -329,7 +329,7 @@ def test_an_update_that_is_left_out_is_logged_with_0(tmp_path: Path) -> None:
 
 ON_TWO_RANKS: dict[str, list[Any]] = {  # what happens to a trainer, and its incidents
     "hugging_face+plain+bad_rows": [],
-    "hugging_face+observe+bad_rows": [("observed", [17, 99])],
+    "hugging_face+observe+bad_rows": [("observed", [17])],
     "hugging_face+balanced+bad_rows": [("recovered", [17, 99])],
     "lightning+plain+": [],
     "lightning+balanced+bit_flip": [("recovered", [])],
