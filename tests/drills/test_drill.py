@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections import UserDict, namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
 from resilient_train.command.config.compose import load
@@ -115,80 +112,6 @@ def test_each_fault_spoils_its_own_place_at_its_own_tick(fault: Fault, seen: dic
     assert journals[0].ticks == [(fault.name, tick) for tick in seen if not is_rate or tick == 4]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bit"), [(torch.float32, 30), (torch.bfloat16, 14), (torch.float16, 14), (torch.float64, 62)]
-)
-def test_a_bit_flip_flips_one_bit_of_one_weight(dtype: torch.dtype, bit: int) -> None:
-    """The highest of the exponent; of the same weight for the same seed."""
-    first = torch.nn.Linear(3, 4)
-    first.weight = torch.nn.Parameter(first.weight.detach().t().contiguous().t())  # not contiguous
-    model = torch.nn.Sequential(first, torch.nn.Linear(4, 2)).to(dtype)
-    model.register_parameter("scalar", torch.nn.Parameter(torch.tensor(0.5, dtype=dtype)))
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-
-    def bits() -> torch.Tensor:
-        return torch.cat([weight.detach().contiguous().view(-1).view(integers) for weight in model.parameters()])
-
-    before, places, state = bits(), set(), SimpleNamespace(model=model)
-    for seed in range(30):
-        BitFlip(at=[7], seed=seed).spoil(state, 7)
-        (changed,) = (bits() ^ before).nonzero().flatten().tolist()
-        assert (bits() ^ before)[changed] == torch.ones((), dtype=integers) << bit
-        places.add(changed)
-        BitFlip(at=[7], seed=seed).spoil(state, 7)
-        assert bits().equal(before)
-    assert len(places) > 10
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "settings", "moment", "factor"),
-    [
-        ("AdamW", {}, "exp_avg_sq", 1e-4),
-        ("Adagrad", {}, "sum", 1e-4),
-        ("Adafactor", {}, "row_var", 1e-4),
-        ("SGD", {"momentum": 0.9}, "momentum_buffer", 1e3),
-    ],
-)
-def test_bad_moments_finds_the_moments_of_every_optimizer(
-    optimizer: str, settings: dict[str, Any], moment: str, factor: float
-) -> None:
-    """Second moments where there are some, else the momentum; all else that it keeps stays."""
-    weight = torch.nn.Parameter(torch.ones(3, 4))
-    one = getattr(torch.optim, optimizer)([weight], **settings)
-    weight.grad = torch.full_like(weight, 2.0)
-    one.step()
-    before = {name: value.clone() for name, value in one.state[weight].items() if value is not None}
-    BadMoments(at=[1]).spoil(SimpleNamespace(optimizers=[one]), 1)
-    after = one.state[weight]
-    assert after[moment].equal(before[moment] * factor)
-    assert after.get("step", 0) == before.get("step", 0)
-    assert "exp_avg" not in after or after["exp_avg"].equal(before["exp_avg"])
-
-
-Pair = namedtuple("Pair", "x y")
-
-
-@pytest.mark.parametrize(
-    ("wrap", "unwrap"),
-    [
-        (lambda x: x, lambda batch: batch),
-        (lambda x: Pair(x, 1), lambda batch: batch.x),
-        (lambda x: UserDict(deep=[{"x": x}]), lambda batch: batch["deep"][0]["x"]),
-    ],
-    ids=["tensor", "namedtuple", "nested"],
-)
-def test_batches_of_any_shape_are_spoiled_and_keep_it(wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any]) -> None:
-    x = torch.ones(2, 3, dtype=torch.bfloat16)
-    batch, drill = wrap(x), Journal().drill(NanBatch(at=[1]))
-    drill.tick = 1
-    spoiled = drill.spoiled("batch", batch)
-    assert type(spoiled) is type(batch)
-    assert unwrap(spoiled)[0].isnan().all()
-    assert unwrap(spoiled)[1].equal(x[1])
-    assert unwrap(batch) is x
-    assert x.equal(torch.ones_like(x))
-
-
 def test_a_fault_that_finds_nothing_to_spoil_changes_nothing() -> None:
     tokens = {"input_ids": torch.arange(4)}
     drill = Journal().drill(NanBatch(at=[1]), BadMoments(at=[1]), BadRow(rows=[1]))
@@ -198,27 +121,16 @@ def test_a_fault_that_finds_nothing_to_spoil_changes_nothing() -> None:
     assert drill.wrapped(dataset := Endless()) is dataset
 
 
-@given(
-    st.integers(1, 40),
-    st.sets(st.integers(0, 39), max_size=5),
-    st.floats(0.01, 1),
-    st.sampled_from(["nan", "inf", "outlier"]),
-)
-def test_a_wrapped_data_set_differs_in_its_bad_rows_only(count: int, named: set[int], share: float, what: Any) -> None:
+@pytest.mark.parametrize(("what", "bad"), [("nan", math.nan), ("inf", math.inf), ("outlier", 3e4)])
+def test_a_wrapped_data_set_differs_in_its_bad_rows_only(what: Any, bad: float) -> None:
     """Every other row and the length are those of the data set inside, which stays as it was."""
-    numbers = torch.arange(1.0, count + 1)
-    inner = TensorDataset(numbers, numbers.long())
-    fault = BadRow(rows=sorted(row for row in named if row < count), share=share, what=what)
-    chosen = fault.chosen(count)
-    wrapped = pickle.loads(pickle.dumps(Journal().drill(fault).wrapped(inner)))
-    assert len(wrapped) == count
-    for rows in ([wrapped[row] for row in range(count)], [wrapped[row - count] for row in range(count)]):
-        for row, (x, label) in enumerate(rows):
-            bad = {"nan": math.nan, "inf": math.inf, "outlier": 1e4 * (row + 1)}[what]
-            assert x.equal(numbers[row]) if row not in chosen else float(x) == pytest.approx(bad, nan_ok=True)
-            assert int(label) == row + 1
-    assert numbers.isfinite().all()
-    assert len(chosen) == (len(fault.rows) or min(count, max(1, round(share * count))))
+    inner = TensorDataset(torch.arange(1.0, 6.0), torch.arange(5))
+    wrapped = pickle.loads(pickle.dumps(Journal().drill(BadRow(rows=[2], what=what)).wrapped(inner)))
+    assert [float(wrapped[row][0]) for row in range(5)] == pytest.approx([1, 2, bad, 4, 5], nan_ok=True)
+    assert float(wrapped[-3][0]) == pytest.approx(bad, nan_ok=True)
+    assert [int(wrapped[row][1]) for row in range(len(wrapped))] == [0, 1, 2, 3, 4]
+    assert inner.tensors[0].isfinite().all()
+    assert len(BadRow(share=0.5).chosen(40)) == 20
 
 
 class Endless(IterableDataset[int]):

@@ -40,3 +40,12 @@ def test_torchs_own_code_is_armored_where_a_users_line_calls_it() -> None:
     assert density.isfinite().all()
     assert torch.equal(density[1:], Beta(shape, 3.0).log_prob(rates)[1:])  # type: ignore[no-untyped-call]
     assert math.isfinite(torch.autograd.grad(density.sum(), shape)[0].item())
+
+
+def test_a_constant_that_is_nan_is_0_and_other_nans_stay() -> None:
+    x, seen = torch.tensor([1.0, 2.0, math.nan], requires_grad=True), torch.tensor([True, False, True])
+    for nothing in (math.nan, torch.tensor(math.nan)):
+        assert replacements.call(torch.where, seen, x, nothing).isnan().tolist() == [False, False, True]
+    assert replacements.method("masked_fill", x.detach(), ~seen, math.nan).tolist()[:2] == [1.0, 0.0]
+    assert replacements.call(torch.full_like, x, math.nan).tolist() == [0.0, 0.0, 0.0]
+    assert replacements.method("masked_fill", x.detach(), ~seen, -math.inf).tolist()[1] == -math.inf
