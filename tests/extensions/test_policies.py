@@ -258,7 +258,7 @@ def test_one_fault_is_cured_by_the_first_rung(name: str, anomaly: Anomaly, cause
 
 @pytest.mark.parametrize("policy", ["balanced", "aggressive"])
 def test_an_explosion_first_warms_up(policy: str) -> None:
-    """From the rung that lowers the rate on; the rung before it only warms up, which takes a rewind."""
+    """From the rung that lowers the rate on; the rung before it only warms up."""
 
     def rewound(rung: int, tick: int) -> Incident:
         decision = Decision((Action("rewind"),), rung)
@@ -271,4 +271,3 @@ def test_an_explosion_first_warms_up(policy: str) -> None:
     for history, factor in ((), 1), ((rewound(2, 200), rewound(2, 250)), 0.5):
         (lowered,) = (one for one in decided(*history).actions if one.remedy == "lower_lr")
         assert lowered.settings["factor"] == factor
-    assert decided(snapshots=0).rung == decided().rung + 1
