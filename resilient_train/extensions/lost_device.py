@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from resilient_train.core.protocols import OnError
+from resilient_train.core.transaction import Transaction
 from resilient_train.extensions import Extension
 from resilient_train.ground.errors import in_one_line, text_of
 from resilient_train.ground.types import fact
@@ -17,6 +21,14 @@ class LostDevice(Extension, OnError):
     def build(self, run: Run) -> None:
         self._run, self._is_known = run, False
         run.on_error.append(self)
+
+    @contextmanager
+    def around_compute(self, update: Transaction) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a batch that is copied to the device may be the first to notice
+            self.escaped(error)
+            raise
 
     def escaped(self, error: BaseException) -> None:
         if self._is_known or not is_lost_device(error):

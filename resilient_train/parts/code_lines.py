@@ -59,15 +59,12 @@ def line_of(error: BaseException, names: Mapping[int, str]) -> Raised:
     own = [at for at in users if not passed[at][0].f_code.co_filename.startswith(_SITE)] or users[-1:]
     line, inside = None, [frame for frame, _ in passed]  # `inside`: what that line called
     if own:
-        asked = next((at for at in range(own[-1], len(passed)) if _is_of_distributions(inside[at])), 0)
-        # What asks a distribution can be patched, whoever's it is.
-        at = max([own[-1], *(at for at in users if at < asked)])
-        frame, number = passed[at]
-        line = Line(frame.f_code.co_filename, number, _module_of(reversed(inside[: at + 1]), names))
-        inside = inside[at + 1 :]
+        frame, number = passed[own[-1]]
+        line = Line(frame.f_code.co_filename, number, _module_of(reversed(inside[: own[-1] + 1]), names))
+        inside = inside[own[-1] + 1 :]
     called, refused = "", None
     for frame in inside:
-        if not _is_of_distributions(frame):
+        if not frame.f_globals.get("__name__", "").startswith("torch.distributions."):
             continue
         value = frame.f_locals.get("value")
         refused = value if isinstance(value, Tensor) else refused
@@ -78,10 +75,6 @@ def line_of(error: BaseException, names: Mapping[int, str]) -> Raised:
     if called:
         return Raised(line, called, True, refused)
     return Raised(line, _called(inside[0]) if inside else "statement")
-
-
-def _is_of_distributions(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith("torch.distributions.")
 
 
 def _called(frame: FrameType) -> str:

@@ -86,7 +86,7 @@ class Guarding(Follower):
         self._replace(trainer, "get_batch_samples", self._get_batch_samples, always=True)
         self._replace(trainer, "training_step", self._training_step)
         self._completed: list[Any] = []  # completions of prompts, and the random numbers after them
-        self._again: Iterator[Any] | None = None  # the same, where an update is repeated
+        self._again: Iterator[Any] = iter(())  # the same, where an update is repeated
         own = ["_prepare_inputs", "_get_grad_norm", "_evaluate", "_save_checkpoint", "_finalize_training"]
         for name in own + ["_generate"] * hasattr(trainer, "_generate"):
             self._replace(trainer, name, getattr(self, name))
@@ -231,7 +231,7 @@ class Guarding(Follower):
             return plain(inputs)
         fed, number = self.at_hand, self.number
         if is_new := number >= len(fed.prepared):
-            self._completed, self._again = [], None
+            self._completed, self._again = [], iter(())
             made = plain(inputs)
             fed.prepared.append((made, randomness.capture(args.device), self._completed))
             self.samples.keep(fed, made)
@@ -249,14 +249,15 @@ class Guarding(Follower):
         return dict(made)
 
     def _generate(self, plain: Any, *given: Any, **more: Any) -> Any:
+        if not self.trainer.model.training:
+            return plain(*given, **more)
         device = self.trainer.args.device
-        if self._again is None or not self.trainer.model.training:
-            made = plain(*given, **more)
-            self._completed.append((copy.deepcopy(made), randomness.capture(device)))
-            return made
-        made, after = next(self._again)
-        randomness.restore(after, device)
-        return copy.deepcopy(made)
+        for made, after in self._again:
+            randomness.restore(after, device)
+            return rebuilt(made)
+        made = plain(*given, **more)
+        self._completed.append((rebuilt(made), randomness.capture(device)))  # in containers that the trainer changes
+        return made
 
     def _get_grad_norm(self, plain: Any, model: Any, grad_norm: Any = None) -> Any:
         norm = plain(model, grad_norm=grad_norm)

@@ -52,10 +52,10 @@ def test_rows_of_one_mark_are_one_incident() -> None:
 def test_rows_that_break_no_batch_are_not_looked_for() -> None:
     """NaN stands for a missing label, which the loss masks; its root breaks in every batch."""
     y = torch.zeros(400, 1)
-    y[::40] = math.nan
+    y[::8] = math.nan
 
     def loss(model: Any, batch: Any) -> Tensor:
         apart = (model(batch[0]) - batch[1].nan_to_num()).square()
         return torch.where(batch[1].isnan(), 0.0, apart).mean() + torch.sqrt(apart - apart).mean()
 
-    assert sum(len(rows) for _, rows in trained(y, loss)) < 10
+    assert sum(len(rows) for _, rows in trained(y, loss)) < 25
